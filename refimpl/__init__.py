@@ -1,0 +1,39 @@
+"""Reference implementation of host-memory pools for attention state: layouts, transfers, and the oracle for both."""
+
+from refimpl import oracle, presets
+from refimpl.allocator import Budget, PageAllocator
+from refimpl.device_pool import DevicePool
+from refimpl.geometry import Component, PoolSpec, Segment
+from refimpl.host_pool import HostPool
+from refimpl.indices import slots_of
+from refimpl.layout import LAYOUTS, byte_offset
+from refimpl.pinned import HostMemory
+from refimpl.plan import plan
+from refimpl.pool_group import HostPoolGroup, LogicalPool, PoolTransfer
+from refimpl.receipt import Receipt
+from refimpl.support import Path, Refusal, UnsupportedPairing, support
+
+__all__ = [
+    "LAYOUTS",
+    "Budget",
+    "Component",
+    "DevicePool",
+    "HostMemory",
+    "HostPool",
+    "HostPoolGroup",
+    "LogicalPool",
+    "PageAllocator",
+    "Path",
+    "PoolSpec",
+    "PoolTransfer",
+    "Receipt",
+    "Refusal",
+    "Segment",
+    "UnsupportedPairing",
+    "byte_offset",
+    "oracle",
+    "plan",
+    "presets",
+    "slots_of",
+    "support",
+]

@@ -1,0 +1,102 @@
+"""Slots of a pool and bytes of a stack: who owns what, and what is left."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import psutil
+import torch
+
+from refimpl.indices import check, slots_of
+
+
+class PageAllocator:
+    """Hands out whole pages of token slots, first freed first reused.
+
+    Semantics of upstream's host pools (`srt/mem_cache/pool_host/base.py`): `alloc` returns an int64 CPU tensor or None
+    when the pool is full, `free` returns the number of slots it took back. Unlike upstream, every pool refuses double
+    frees, foreign slots and partial pages. Safe to call from several threads.
+    """
+
+    def __init__(self, num_pages: int, page_size: int) -> None:
+        self.num_pages, self.page_size = num_pages, page_size
+        self._lock = threading.RLock()
+        self.clear()
+
+    def clear(self) -> None:
+        """Take every page back."""
+        with self._lock:
+            # A ring of page numbers: freed pages queue up behind the free ones, and no tensor handed out shares it.
+            self._ring = np.arange(self.num_pages, dtype=np.int64)
+            self._head, self._count = 0, self.num_pages
+            self._used = np.zeros(self.num_pages, bool)
+
+    @property
+    def size(self) -> int:
+        """Slots in the pool, used or not."""
+        return self.num_pages * self.page_size
+
+    def available_size(self) -> int:
+        return self._count * self.page_size
+
+    def alloc(self, need: int) -> torch.Tensor | None:
+        """`need` slots as whole pages; None when that many are not free. `ValueError` for part of a page."""
+        if need < 0 or need % self.page_size:
+            raise ValueError(f"cannot allocate {need} slots: pages hold {self.page_size}, ask for a multiple of it")
+        count = need // self.page_size
+        with self._lock:
+            if count > self._count:
+                return None
+            pages = self._ring[(self._head + np.arange(count)) % max(self.num_pages, 1)]
+            self._head, self._count = (self._head + count) % max(self.num_pages, 1), self._count - count
+            self._used[pages] = True
+        return slots_of(pages, self.page_size)
+
+    def free(self, indices: torch.Tensor) -> int:
+        """Take slots back. `ValueError`, with nothing freed, for slots that are not allocated."""
+        pages = check(indices, self.page_size, self.num_pages, "freed", unique=True)
+        with self._lock:
+            idle = pages[~self._used[pages]]
+            if len(idle):
+                raise ValueError(f"slot {idle[0] * self.page_size} is not allocated: freed twice, or never handed out")
+            tail = (self._head + self._count + np.arange(len(pages))) % max(self.num_pages, 1)
+            self._ring[tail] = pages
+            self._count += len(pages)
+            self._used[pages] = False
+        return len(pages) * self.page_size
+
+
+class Budget:
+    """Bytes that all pools of a stack share, booked as they are taken so that two pools cannot both have the last."""
+
+    def __init__(self, total: int) -> None:
+        self.total = total
+        self._lock = threading.Lock()
+        self._booked: dict[str, int] = {}
+
+    @classmethod
+    def of_this_machine(cls, ranks: int = 1, reserve: int = 10 * 2**30) -> Budget:
+        """One rank's share of the memory that is available now, less a reserve for everything else (as upstream)."""
+        return cls(max(psutil.virtual_memory().available - reserve, 0) // ranks)
+
+    @property
+    def available(self) -> int:
+        return self.total - sum(self._booked.values())
+
+    def book(self, owner: str, nbytes: int) -> None:
+        """Take bytes for `owner`, or raise `MemoryError` and take nothing."""
+        with self._lock:
+            if nbytes > self.available:
+                raise MemoryError(
+                    f"{owner} needs {nbytes:,} bytes, {self.available:,} of the budget of {self.total:,} are left "
+                    f"(booked: {self._booked or 'nothing'})"
+                )
+            self._booked[owner] = self._booked.get(owner, 0) + nbytes
+
+    def release(self, owner: str, nbytes: int) -> None:
+        with self._lock:
+            left = self._booked[owner] - nbytes
+            self._booked[owner] = left
+            if not left:
+                del self._booked[owner]

@@ -1,0 +1,1 @@
+"""Backends: whatever executes a transfer plan. `registry` knows them by name."""

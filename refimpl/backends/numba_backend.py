@@ -1,0 +1,103 @@
+"""Backend `numba`: the plan as parallel loops over runs, for pools in CPU memory."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import numba
+import numpy as np
+from numba import njit, prange
+from numba.core import cgutils, types
+from numba.extending import intrinsic
+
+from refimpl.indices import Items
+from refimpl.plan import Loop, Move, Plan
+from refimpl.receipt import Receipt
+
+MAX_LOOPS = 3  # token, head group, head: a plan nests no more
+
+# numba's own thread pool ("workqueue") runs one parallel region at a time; the other pools need no lock.
+_one_at_a_time = threading.Lock()
+
+
+class NumbaBackend:
+    def execute(self, plan: Plan, layers: tuple[int | None, ...], items: Items, direction: str) -> Receipt:
+        receipt = Receipt("numba")
+        for move, positions in _by_move(plan, layers):
+            host = np.array([move.host.starts[at] for at in positions])
+            device = np.array([move.device.starts[at] for at in positions])
+            host_items, device_items = move.offsets(move.host, items.host), move.offsets(move.device, items.device)
+            counts, host_steps, device_steps = _loops(move.loops)
+            with _one_at_a_time:
+                if direction == "backup":
+                    copy_runs(host, device, host_items, device_items, counts, host_steps, device_steps, move.run)
+                else:
+                    copy_runs(device, host, device_items, host_items, counts, device_steps, host_steps, move.run)
+            runs = len(positions) * len(items) * move.runs_per_item
+            receipt += Receipt("numba", runs * move.run, runs)
+        return receipt
+
+
+@intrinsic
+def copy_bytes(typingctx: Any, to: Any, source: Any, nbytes: Any) -> Any:
+    """memcpy between two addresses."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        to, source, nbytes = args
+        pointer = cgutils.voidptr_t
+        cgutils.raw_memcpy(
+            builder, builder.inttoptr(to, pointer), builder.inttoptr(source, pointer), nbytes, itemsize=1
+        )
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), generate  # what numba wants of an intrinsic
+
+
+@njit(parallel=True, nogil=True, cache=True)
+def copy_runs(
+    to: np.ndarray,
+    source: np.ndarray,
+    to_items: np.ndarray,
+    source_items: np.ndarray,
+    counts: np.ndarray,
+    to_steps: np.ndarray,
+    source_steps: np.ndarray,
+    run: int,
+) -> None:
+    """Copy `run` bytes for every layer, item and step of three nested loops. All arrays int64, addresses in bytes."""
+    items = len(to_items)
+    for i in prange(len(to) * items):
+        layer, item = i // items, i % items
+        to_item = to[layer] + to_items[item]
+        source_item = source[layer] + source_items[item]
+        for a in range(counts[0]):
+            for b in range(counts[1]):
+                for c in range(counts[2]):
+                    copy_bytes(  # pyright: ignore[reportCallIssue] - numba supplies the typing context
+                        to_item + a * to_steps[0] + b * to_steps[1] + c * to_steps[2],
+                        source_item + a * source_steps[0] + b * source_steps[1] + c * source_steps[2],
+                        run,
+                    )
+
+
+def _by_move(plan: Plan, layers: tuple[int | None, ...]) -> list[tuple[Move, list[int]]]:
+    """Each move with all its layers at once: the loops run over layers and items together."""
+    positions = [(move, [move.layers.index(layer) for layer in layers if layer in move.layers]) for move in plan.moves]
+    return [(move, at) for move, at in positions if at]
+
+
+def _loops(loops: Sequence[Loop]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Counts, host steps and device steps, padded to three loops from the outside."""
+    padded = [Loop(1, 0, 0)] * (MAX_LOOPS - len(loops)) + list(loops)
+    return (
+        np.array([loop.count for loop in padded]),
+        np.array([loop.host for loop in padded]),
+        np.array([loop.device for loop in padded]),
+    )
+
+
+def threads() -> int:
+    """CPU threads that a copy uses."""
+    return numba.get_num_threads()

@@ -1,0 +1,76 @@
+"""Backend `torch`: the plan as torch operations, on any device.
+
+Each move is two strided byte views, `[page, *loops, run]`, one of either side; a copy is an indexed assignment.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from refimpl.indices import Items
+from refimpl.plan import Move, Plan, Side
+from refimpl.receipt import Receipt
+
+WORDS = ((8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.uint8))
+
+
+class TorchBackend:
+    def execute(self, plan: Plan, layers: tuple[int | None, ...], items: Items, direction: str) -> Receipt:
+        receipt = Receipt("torch")
+        for _, move, at in plan.select(layers):
+            host = strided(move, move.host, at, [loop.host for loop in move.loops])
+            device = strided(move, move.device, at, [loop.device for loop in move.loops])
+            host, device = widest(host, device)
+            uploads = _assign(move, host, device, items, direction)
+            runs = len(items) * move.runs_per_item
+            receipt += Receipt(
+                "torch", runs * move.run, runs, index_uploads=uploads, host_syncs=int(host.device != device.device)
+            )
+        return receipt
+
+
+def strided(move: Move, side: Side, at: int, loop_strides: list[int]) -> torch.Tensor:
+    """Bytes of one side of a move in layer number `at`: `[page, (entry,) *loops, run]`."""
+    tensor = side.tensors[at]
+    whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+    shape = [side.pages, move.entries, *(loop.count for loop in move.loops), move.run]
+    strides = [side.page, move.entry_bytes, *loop_strides, 1]
+    return whole.as_strided(shape, strides, side.starts[at] - whole.data_ptr())
+
+
+def widest(*views: torch.Tensor) -> list[torch.Tensor]:
+    """The same bytes in the widest words that every start, stride and run allows."""
+    fits = 0
+    for view in views:
+        fits |= int(view.storage_offset()) | view.shape[-1]
+        for extent, stride in zip(view.shape[:-1], view.stride()[:-1], strict=True):
+            fits |= int(stride) if extent > 1 else 0
+    word = next(dtype for size, dtype in WORDS if fits % size == 0)
+    return [_as_words(view, word) for view in views]
+
+
+def _as_words(view: torch.Tensor, word: torch.dtype) -> torch.Tensor:
+    size = word.itemsize
+    whole = torch.empty(0, dtype=torch.uint8, device=view.device).set_(view.untyped_storage())
+    words = whole[: whole.numel() // size * size].view(word)
+    strides = [stride // size if extent > 1 else 0 for extent, stride in zip(view.shape, view.stride(), strict=True)]
+    return words.as_strided(
+        [*view.shape[:-1], view.shape[-1] // size], [*strides[:-1], 1], view.storage_offset() // size
+    )
+
+
+def _assign(move: Move, host: torch.Tensor, device: torch.Tensor, items: Items, direction: str) -> int:
+    """`to[items] = source[items]`; returns how many index tensors were sent to a GPU."""
+    host_at = _index(items.host, move.entries, host.device)
+    device_at = _index(items.device, move.entries, device.device)
+    if direction == "backup":
+        host[host_at] = device[device_at].to(host.device)
+    else:
+        device[device_at] = host[host_at].to(device.device)
+    return int(device.is_cuda)
+
+
+def _index(items: np.ndarray, entries: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    pages, inside = np.divmod(items, entries)
+    return torch.from_numpy(pages).to(device), torch.from_numpy(inside).to(device)

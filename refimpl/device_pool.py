@@ -1,0 +1,127 @@
+"""The device side of a pool: one buffer per component and layer, our own or somebody else's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from refimpl.geometry import Component, PoolSpec
+
+
+class DevicePool:
+    """Per-layer device buffers of a pool.
+
+    A buffer is `(slots, heads, *dim)` for token rows (heads is 1 where the row has none), `(pages, item)` for page rows
+    and `(slots, *shape)` for states. Page 0 is an ordinary page here; engines keep it as padding.
+    """
+
+    def __init__(self, spec: PoolSpec, num_pages: int, device: str | torch.device = "cpu") -> None:
+        self._adopt(
+            spec,
+            {
+                c.name: [
+                    torch.zeros(_rows(spec, c, num_pages), *row_shape(c), dtype=c.dtype, device=device)
+                    for _ in spec.layers_of(c)
+                ]
+                for c in spec.components
+            },
+            num_pages,
+            torch.device(device),
+        )
+
+    @classmethod
+    def wrap(cls, spec: PoolSpec, tensors: Mapping[str, Sequence[torch.Tensor]]) -> DevicePool:
+        """A pool over existing buffers, one tensor per component and owned layer. Rows may be strided, not their lanes.
+
+        Raises `ValueError` for a missing or extra buffer, another shape or element size, rows that are not packed,
+        buffers of unequal length (a draft layer shorter than its target, say), and overlapping rows.
+        """
+        names = [c.name for c in spec.components]
+        if sorted(tensors) != sorted(names):
+            raise ValueError(f"pool {spec.name!r} has components {names}, got buffers for {list(tensors)}")
+        lengths = {}
+        for c in spec.components:
+            layers = spec.layers_of(c)
+            if len(tensors[c.name]) != len(layers):
+                raise ValueError(f"{c.name}: {len(layers)} layers own rows, got {len(tensors[c.name])} buffers")
+            for layer, tensor in zip(layers, tensors[c.name], strict=True):
+                _require_rows(f"{c.name} of layer {layer}", c, tensor)
+                lengths[f"{c.name} of layer {layer}"] = _pages(spec, c, tensor)
+        if len(set(lengths.values())) > 1:
+            raise ValueError(f"pool {spec.name!r}: all buffers must hold the same number of pages, got {lengths}")
+        for c in spec.components:
+            strides = {t.stride(0) for t in tensors[c.name] if t.shape[0] > 1}
+            if len(strides) > 1:
+                raise ValueError(f"{c.name}: all layers must share one row stride, got {sorted(strides)}")
+        devices = {t.device for buffers in tensors.values() for t in buffers}
+        if len(devices) > 1:
+            raise ValueError(f"pool {spec.name!r}: buffers lie on several devices: {sorted(map(str, devices))}")
+        pool = cls.__new__(cls)
+        stored = {c.name: [_as_stored(c, t) for t in tensors[c.name]] for c in spec.components}
+        pool._adopt(spec, stored, next(iter(lengths.values()), 0), next(iter(devices), torch.device("cpu")))
+        return pool
+
+    def _adopt(
+        self, spec: PoolSpec, tensors: dict[str, list[torch.Tensor]], num_pages: int, device: torch.device
+    ) -> None:
+        self.spec, self.num_pages, self.device = spec, num_pages, device
+        self._tensors = tensors
+
+    @property
+    def size(self) -> int:
+        """Index units in the pool (tokens, or state slots)."""
+        return self.num_pages * self.spec.page_size
+
+    def buffer(self, component: str, layer: int | None = None) -> torch.Tensor:
+        """The buffer of one model layer (None for a side state)."""
+        c = self.spec.component(component)
+        layers = self.spec.layers_of(c)
+        if layer not in layers:
+            raise KeyError(f"{component} of pool {self.spec.name!r} owns no layer {layer}, it owns {layers}")
+        return self._tensors[component][layers.index(layer)]
+
+    def view(self, component: str, layer: int | None) -> torch.Tensor:
+        """One layer as `[page, token, group, head, lane]`, sharing memory."""
+        c = self.spec.component(component)
+        rows = self.buffer(component, layer)
+        groups = self.spec.head_groups if c.heads is not None else 1
+        lanes = rows.unflatten(0, (self.num_pages, self.spec.tokens_per_page(c))).flatten(-len(c.row_shape))
+        if c.unit == "token":
+            return lanes.unflatten(2, (groups, c.head_count // groups))
+        return lanes[:, :, None, None, :]
+
+
+def row_shape(c: Component) -> tuple[int, ...]:
+    """Shape of one device row: `(heads, *dim)` of a token, `dim` of a page or a state."""
+    return (c.head_count, *c.row_shape) if c.unit == "token" else c.row_shape
+
+
+def _rows(spec: PoolSpec, c: Component, num_pages: int) -> int:
+    return num_pages * spec.tokens_per_page(c)
+
+
+def _pages(spec: PoolSpec, c: Component, tensor: torch.Tensor) -> int:
+    pages, rest = divmod(tensor.shape[0], spec.tokens_per_page(c))
+    if rest:
+        raise ValueError(f"{c.name}: {tensor.shape[0]} rows are no whole number of pages of {spec.page_size}")
+    return pages
+
+
+def _require_rows(what: str, c: Component, tensor: torch.Tensor) -> None:
+    if tuple(tensor.shape[1:]) != row_shape(c):
+        raise ValueError(f"{what}: rows must be {row_shape(c)}, got a buffer of shape {tuple(tensor.shape)}")
+    if tensor.dtype.itemsize != c.dtype.itemsize:
+        raise ValueError(f"{what}: elements must have {c.dtype.itemsize} bytes ({c.dtype}), got {tensor.dtype}")
+    packed = 1
+    for extent, stride in zip(reversed(tensor.shape[1:]), reversed(tensor.stride()[1:]), strict=True):
+        if extent != 1 and stride != packed:
+            raise ValueError(f"{what}: lanes of a row must be packed, got strides {tensor.stride()}")
+        packed *= extent
+    if tensor.shape[0] > 1 and tensor.stride(0) < packed:
+        raise ValueError(f"{what}: rows overlap, {packed} elements at a stride of {tensor.stride(0)}")
+
+
+def _as_stored(c: Component, tensor: torch.Tensor) -> torch.Tensor:
+    """The same bytes under the component's dtype: FP8 may come as uint8."""
+    return tensor if tensor.dtype == c.dtype else tensor.view(c.dtype)

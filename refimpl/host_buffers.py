@@ -1,0 +1,241 @@
+"""Host memory of a pool, and every way to look at it: tensors, per-layer views, pointer tables, pages.
+
+All of it follows from the buffers that `layout.buffers` describes, so it is right in every layout. (Upstream leaves
+some of these tables empty, missing or wrong outside `layer_first`.)
+"""
+
+from __future__ import annotations
+
+import torch
+
+from refimpl.geometry import PoolSpec
+from refimpl.indices import check
+from refimpl.layout import Buffer, buffers, upstream_shape
+from refimpl.pinned import Block, HostMemory
+
+
+class HostBuffers:
+    """The buffers of a pool in one layout.
+
+    storage  each `layout.Buffer` with its tensors, which have the buffer's own (unmerged) axes
+    """
+
+    def __init__(
+        self, spec: PoolSpec, layout: str, num_pages: int, memory: HostMemory, registration_limit: int | None
+    ) -> None:
+        self.spec, self.layout, self.num_pages = spec, layout, num_pages
+        self.page_size, self.nbytes = spec.page_size, num_pages * spec.page_bytes
+        self.closed = False
+        self.storage: list[tuple[Buffer, list[torch.Tensor]]] = []
+        self._blocks: list[Block] = []
+        try:
+            for buffer in buffers(spec, layout, num_pages):
+                self.storage.append(
+                    (buffer, [self._take(buffer, memory, registration_limit) for _ in buffer.tensor_layers])
+                )
+        except BaseException:
+            self.close()
+            raise
+
+    def _take(self, buffer: Buffer, memory: HostMemory, limit: int | None) -> torch.Tensor:
+        self._blocks.append(memory.allocate(buffer.nbytes, buffer.piece_bytes, limit))
+        return self._blocks[-1].tensor.view(buffer.dtype).view(buffer.shape)
+
+    def close(self) -> None:
+        """Undo registrations and let go of the memory. Views that are still held stay readable. Idempotent."""
+        for block in self._blocks:
+            block.close()
+        self._blocks, self.storage, self.closed = [], [], True
+
+    def _require_open(self) -> None:
+        if self.closed:
+            raise ValueError(f"pool {self.spec.name!r} is closed")
+
+    def buffer(self, component: str) -> torch.Tensor | list[torch.Tensor]:
+        """A component in memory order, as upstream shapes it; a list where it lies in several tensors."""
+        self.spec.component(component)
+        held = [
+            tensor.select(axes.index("component"), buffer.position(component)) if stacked else tensor
+            for buffer, shaped in self._upstream()
+            if component in [c.name for c in buffer.components]
+            for axes, stacked in [(buffer.axes, len(buffer.components) > 1)]
+            for tensor in shaped
+        ]
+        return held[0] if len(held) == 1 else held
+
+    @property
+    def kv_buffer(self) -> torch.Tensor | list[torch.Tensor]:
+        """Every host tensor, as upstream shapes it: one tensor, or a list where there are several."""
+        shaped = [tensor for _, tensors in self._upstream() for tensor in tensors]
+        return shaped[0] if len(shaped) == 1 else shaped
+
+    def _upstream(self) -> list[tuple[Buffer, list[torch.Tensor]]]:
+        """The storage under upstream's shapes."""
+        return [
+            (buffer, [t.view(upstream_shape(buffer, self.spec.family, self.layout)) for t in tensors])
+            for buffer, tensors in self.storage
+        ]
+
+    def part_views(self, component: str, layer: int | None) -> tuple[torch.Tensor, ...]:
+        """One layer as `[page, token, group, head, lane]` views, one for each part that the lanes are cut into."""
+        self._require_open()
+        c = self.spec.component(component)
+        if layer not in self.spec.layers_of(c):
+            raise KeyError(f"{component} of pool {self.spec.name!r} owns no layer {layer}")
+        return tuple(
+            buffer.view(tensors[buffer.layers.index(layer) if buffer.per_layer else 0], component, layer)
+            for buffer, tensors in self.storage
+            if c in buffer.components
+        )
+
+    def layer_view(self, component: str, layer: int | None, part: int = 0) -> torch.Tensor:
+        """One layer as `[page, token, group, head, lane]`, sharing memory with the pool, in every layout."""
+        return self.part_views(component, layer)[part]
+
+    @property
+    def data_refs(self) -> dict[str, list[torch.Tensor]]:
+        """Per component the views of its layers, in storage order (part after part where lanes are cut)."""
+        return {
+            c.name: [view for layer in self.spec.layers_of(c) for view in self.part_views(c.name, layer)]
+            for c in self.spec.components
+        }
+
+    @property
+    def data_ptrs(self) -> dict[str, torch.Tensor]:
+        """Address of page 0 of each view of `data_refs`, as uint64."""
+        return {
+            name: torch.tensor([view.data_ptr() for view in views], dtype=torch.uint64)
+            for name, views in self.data_refs.items()
+        }
+
+    @property
+    def device_ptrs(self) -> dict[str, torch.Tensor]:
+        """`data_ptrs` as a device sees them."""
+        return {
+            name: torch.tensor([self._device_address(int(p)) for p in pointers.tolist()], dtype=torch.uint64)
+            for name, pointers in self.data_ptrs.items()
+        }
+
+    def _device_address(self, address: int) -> int:
+        for block in self._blocks:
+            first = block.tensor.data_ptr()
+            if first <= address < first + block.tensor.numel():
+                return block.device_address(address)
+        raise ValueError(f"address {address:#x} is not in pool {self.spec.name!r}")
+
+    # ---- pages, as storage tiers and other engines see them
+
+    def page(self, page: int) -> dict[str, torch.Tensor]:
+        """A copy of one page, the same in every layout: `{component: [layer, token, head, lane]}`.
+
+        Page rows and states come as `[layer, *row]`, side states as `[*row]`.
+        """
+        return {c.name: self._page_of(c.name, page) for c in self.spec.components}
+
+    def _page_of(self, component: str, page: int) -> torch.Tensor:
+        c = self.spec.component(component)
+        rows = [
+            torch.cat([view[page].flatten(1, 2) for view in self.part_views(component, layer)], dim=-1)
+            for layer in self.spec.layers_of(c)
+        ]
+        tokens = self.spec.tokens_per_page(c)
+        whole = torch.stack(rows) if rows else torch.empty(0, tokens, c.head_count, c.lanes, dtype=c.dtype)
+        if c.unit == "token":
+            return whole
+        return whole.reshape(c.row_shape if c.side else (len(rows), *c.row_shape))
+
+    def get_data_page(self, index: int) -> torch.Tensor:
+        """The page that begins at slot `index`, flat, as bytes in storage order (so it depends on the layout)."""
+        page = self._page_at(index)
+        slices = [
+            tensor.select(buffer.axes.index("page"), page).reshape(-1).view(torch.uint8)
+            for buffer, tensors in self.storage
+            for tensor in tensors
+        ]
+        return torch.cat(slices) if slices else torch.empty(0, dtype=torch.uint8)
+
+    def set_from_flat_data_page(self, index: int, data_page: torch.Tensor) -> None:
+        """Write back what `get_data_page` returned. `ValueError`, and nothing written, for another number of bytes."""
+        page, flat = self._page_at(index), data_page.reshape(-1).view(torch.uint8)
+        if flat.numel() != self.spec.page_bytes:
+            raise ValueError(f"a page of {self.spec.name!r} has {self.spec.page_bytes} bytes, got {flat.numel()}")
+        first = 0
+        for buffer, tensors in self.storage:
+            for tensor in tensors:
+                target = tensor.select(buffer.axes.index("page"), page)
+                nbytes = target.numel() * buffer.dtype.itemsize
+                target.copy_(flat[first : first + nbytes].clone().view(buffer.dtype).view(target.shape))
+                first += nbytes
+
+    def get_dummy_flat_data_page(self) -> torch.Tensor:
+        """A zeroed flat page."""
+        return torch.zeros(self.spec.page_bytes, dtype=torch.uint8)
+
+    def get_page_buffer_meta(self, indices: torch.Tensor) -> tuple[list[int], list[int]]:
+        """Addresses and bytes of the contiguous pieces of each page; of a scattered one layer by layer, K before V."""
+        pieces = sorted(self._pieces(), key=lambda piece: piece[0])
+        pages = check(indices, self.page_size, self.num_pages, "page", unique=False)
+        addresses = [first + int(page) * size for page in pages for _, first, size in pieces]
+        return addresses, [size for _ in pages for _, _, size in pieces]
+
+    def get_split_heads_page_buffer_meta(self, indices: torch.Tensor, split: int) -> tuple[list[int], list[int]]:
+        """The same for one of `split` ranks after the other, where heads lie outermost in a page."""
+        addresses: list[int] = []
+        units = self._outer_heads()
+        if not units or units % split:
+            raise ValueError(
+                f"{self.layout} of pool {self.spec.name!r} keeps {units or 'no'} heads outermost in a page, "
+                f"they cannot be split between {split} ranks"
+            )
+        whole, sizes = self.get_page_buffer_meta(indices)
+        per_page = len(self._pieces())
+        for at in range(0, len(whole), per_page):
+            for rank in range(split):
+                addresses += [whole[i] + rank * (sizes[i] // split) for i in range(at, at + per_page)]
+        return addresses, [size // split for size in sizes for _ in range(split)]
+
+    def get_contiguous_buf_infos(self) -> tuple[list[int], list[int], list[int]]:
+        """The fewest ranges in which page i begins at `address + i * item`: addresses, bytes, item bytes."""
+        pieces = self._pieces()
+        return (
+            [first for _, first, _ in pieces],
+            [size * self.num_pages for _, _, size in pieces],
+            [size for _, _, size in pieces],
+        )
+
+    def is_stride_page_aligned(self, alignment: int = 4096) -> bool:
+        """Whether every page of a page-major layout begins at a multiple of `alignment` (for O_DIRECT)."""
+        together = all(buffer.keeps_page_together for buffer, _ in self.storage)
+        return together and all(first % alignment == 0 == size % alignment for _, first, size in self._pieces())
+
+    def _pieces(self) -> list[tuple[int, int, int]]:
+        """`(layer position, address of page 0, bytes)` of each contiguous piece of a page, in storage order."""
+        self._require_open()
+        pieces = []
+        for buffer, tensors in self.storage:
+            outside = buffer.axes[: buffer.axes.index("page")]
+            for at, tensor in enumerate(tensors):
+                for position in range(buffer.extents["component"] if "component" in outside else 1):
+                    for layer in range(buffer.extents["layer"] if "layer" in outside else 1):
+                        first = tensor.data_ptr() + sum(
+                            buffer.strides[axis] * index
+                            for axis, index in (("component", position), ("layer", layer))
+                            if axis in outside
+                        )
+                        pieces.append((at + layer, first, buffer.piece_bytes))
+        return pieces
+
+    def _outer_heads(self) -> int:
+        """Heads (or groups of heads) that can be told apart as outermost ranges of every page; 0 if there are none."""
+        outer = {"page_head": ("group", "head"), "page_unified": ("group",)}.get(self.layout, ())
+        counts = {b.extents["group"] * (b.extents["head"] if "head" in outer else 1) for b, _ in self.storage}
+        return min(counts) if outer else 0
+
+    def _page_at(self, index: int) -> int:
+        self._require_open()
+        page, inside = divmod(index, self.page_size)
+        if inside or not 0 <= page < self.num_pages:
+            raise ValueError(
+                f"slot {index} begins none of the {self.num_pages} pages of {self.page_size} of pool {self.spec.name!r}"
+            )
+        return page

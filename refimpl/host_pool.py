@@ -1,0 +1,186 @@
+"""The host side of a pool: buffers in some layout, slots, and transfers to and from a device pool."""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+
+from refimpl.allocator import Budget, PageAllocator
+from refimpl.backends import registry
+from refimpl.device_pool import DevicePool
+from refimpl.geometry import PoolSpec
+from refimpl.host_buffers import HostBuffers
+from refimpl.indices import Indices, check_pair
+from refimpl.pinned import HostMemory
+from refimpl.plan import Plan
+from refimpl.plan import plan as make_plan
+from refimpl.receipt import Receipt
+from refimpl.support import BACKENDS, UnsupportedPairing, capabilities, require
+from refimpl.transfer import Transfer
+
+
+class HostPool(HostBuffers):
+    """A pool in host memory.
+
+    num_pages           every page, page 0 included (an ordinary page here)
+    backend             what moves the bytes; the pair is refused with `UnsupportedPairing` before memory is taken
+    profile             whose rules decide that: "reference", or an engine's
+    memory              where memory comes from; None: pageable and of exact size
+    registration_limit  the most bytes of one registration, for pinned memory
+    budget              booked before memory is taken; `MemoryError` if it does not suffice
+    platform            where device pools lie, "cpu" or "cuda"; None: wherever the backend can reach here
+    """
+
+    def __init__(
+        self,
+        spec: PoolSpec,
+        layout: str,
+        num_pages: int,
+        backend: str = "torch",
+        profile: str = "reference",
+        memory: HostMemory | None = None,
+        registration_limit: int | None = None,
+        budget: Budget | None = None,
+        platform: str | None = None,
+    ) -> None:
+        only_cuda = "cpu" not in BACKENDS.get(backend, ("cpu",))
+        platform = platform or ("cuda" if only_cuda and torch.cuda.is_available() else "cpu")
+        self.paths = require(spec, layout, backend, platform, profile)
+        missing = registry.unavailable(backend)
+        if missing:
+            raise UnsupportedPairing(f"pool {spec.name!r} with layout {layout!r} and backend {backend!r}: {missing}")
+        if num_pages < 0:
+            raise ValueError(f"pool {spec.name!r}: num_pages must not be negative, got {num_pages}")
+        nbytes = num_pages * spec.page_bytes
+        if budget:
+            budget.book(spec.name, nbytes)
+        self._give_back = weakref.finalize(self, budget.release, spec.name, nbytes) if budget else lambda: None
+        super().__init__(spec, layout, num_pages, memory or HostMemory(), registration_limit)
+        self.backend, self.profile, self.platform = backend, profile, platform
+        self.can_use_jit, self.can_use_write_back_jit = capabilities(spec, layout, platform, profile).values()
+        self._slots = PageAllocator(num_pages, spec.page_size)
+        self._mover = registry.get(backend)
+        self._plans: weakref.WeakKeyDictionary[DevicePool, dict[bool, Plan]] = weakref.WeakKeyDictionary()
+
+    # ---- slots
+
+    @property
+    def size(self) -> int:
+        """Index units in the pool (token slots, or state slots)."""
+        return self._slots.size
+
+    def available_size(self) -> int:
+        return self._slots.available_size()
+
+    def alloc(self, need: int) -> torch.Tensor | None:
+        """`need` slots (whole pages) as an int64 CPU tensor, or None when the pool is too full."""
+        if self.spec.indices_from:
+            raise ValueError(f"pool {self.spec.name!r} owns no indices, allocate them in {self.spec.indices_from!r}")
+        return self._slots.alloc(need)
+
+    def free(self, indices: torch.Tensor) -> int:
+        """Take slots back; returns how many. A sidecar owns none and frees none."""
+        return 0 if self.spec.indices_from else self._slots.free(indices)
+
+    def clear(self) -> None:
+        """Take every slot back; the bytes stay."""
+        self._slots.clear()
+
+    # ---- transfers
+
+    def backup(self, device: DevicePool, host_indices: Indices, device_indices: Indices) -> Receipt:
+        """Device to host, all layers and side states."""
+        return self.prepare(device, host_indices, device_indices, "backup").run()
+
+    def load(self, device: DevicePool, host_indices: Indices, device_indices: Indices, layer: int) -> Receipt:
+        """Host to device, one model layer; nothing if the pool does not own it.
+
+        Side states come with the first layer that the pool owns, ahead of it.
+        """
+        transfer = self.prepare(device, host_indices, device_indices, "load")
+        if layer not in self.spec.owned_layers[:1]:
+            transfer.side_states_due = False
+        return transfer.run((layer,))
+
+    def load_all(self, device: DevicePool, host_indices: Indices, device_indices: Indices) -> Receipt:
+        """Host to device, side states and all layers."""
+        return self.prepare(device, host_indices, device_indices, "load").run()
+
+    def backup_entries(self, device: DevicePool, host_entries: Indices, device_entries: Indices) -> Receipt:
+        """Single entries of page rows, device to host. Indices count entries: entry i lies in page i // entries."""
+        return self.prepare(device, host_entries, device_entries, "backup", single_entries=True).run()
+
+    def load_entries(self, device: DevicePool, host_entries: Indices, device_entries: Indices) -> Receipt:
+        """Single entries of page rows, host to device, all layers."""
+        return self.prepare(device, host_entries, device_entries, "load", single_entries=True).run()
+
+    def prepare(
+        self,
+        device: DevicePool,
+        host_indices: Indices,
+        device_indices: Indices,
+        direction: str,
+        single_entries: bool = False,
+    ) -> Transfer:
+        """Check everything about a transfer now; `run` then moves bytes, layer by layer if need be.
+
+        direction       "backup" or "load"
+        single_entries  indices count the entries inside page rows, not tokens
+        """
+        self._require_open()
+        if device.spec != self.spec:
+            raise ValueError(f"host pool {self.spec} and device pool {device.spec} are not of one spec")
+        if direction not in self.paths:
+            raise ValueError(f"direction must be one of {tuple(self.paths)}, got {direction!r}")
+        if device.device.type != self.platform:
+            require(self.spec, self.layout, self.backend, device.device.type, self.profile)
+        unit = self.page_size
+        host_items, device_items = self.num_pages, device.num_pages
+        if single_entries:
+            entries = self.spec.entries
+            if not entries:
+                raise ValueError(f"rows of pool {self.spec.name!r} are not made of entries, only whole pages move")
+            unit, host_items, device_items = 1, host_items * entries, device_items * entries
+        items = check_pair(host_indices, device_indices, unit, host_items, device_items, direction)
+        plan = self._plan(device, single_entries)
+        return Transfer(self._mover, self.paths[direction].name, plan, items, direction, self.spec.owned_layers)
+
+    def backup_from_device_all_layer(
+        self, device_pool: DevicePool, host_indices: Indices, device_indices: Indices, io_backend: str
+    ) -> Receipt:
+        """Upstream's name for `backup`; `io_backend` must be the pool's."""
+        self._require_backend(io_backend)
+        return self.backup(device_pool, host_indices, device_indices)
+
+    def load_to_device_per_layer(
+        self, device_pool: DevicePool, host_indices: Indices, device_indices: Indices, layer_id: int, io_backend: str
+    ) -> Receipt:
+        """Upstream's name for `load`; `io_backend` must be the pool's."""
+        self._require_backend(io_backend)
+        return self.load(device_pool, host_indices, device_indices, layer_id)
+
+    def _plan(self, device: DevicePool, single_entries: bool) -> Plan:
+        plans = self._plans.setdefault(device, {})
+        if single_entries not in plans:
+            plans[single_entries] = make_plan(self, device, single_entries)
+        return plans[single_entries]
+
+    # ---- life
+
+    def close(self) -> None:
+        """Undo registrations, let go of the memory, give the budget back. Idempotent."""
+        super().close()
+        self._give_back()
+
+    destroy = close
+
+    def __enter__(self) -> HostPool:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _require_backend(self, io_backend: str) -> None:
+        if io_backend != self.backend:
+            raise ValueError(f"pool {self.spec.name!r} was built for backend {self.backend!r}, got {io_backend!r}")

@@ -1,0 +1,103 @@
+"""Index lists: what a caller may pass, and the page (or entry) numbers they stand for.
+
+A caller names token slots. Whole pages move, so each list is a sequence of pages: every page complete, its tokens
+consecutive and in order. Upstream reads only the first token of each page and copies whatever it finds there; here
+every rule is checked before the first byte moves.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+Indices = torch.Tensor | None
+
+
+@dataclass(frozen=True)
+class Items:
+    """Checked index lists of one transfer: `host[i]` and `device[i]` name the same page (or entry).
+
+    host_syncs counts index tensors that had to be read back from a GPU before they could be checked.
+    """
+
+    host: np.ndarray
+    device: np.ndarray
+    host_syncs: int = 0
+
+    def __len__(self) -> int:
+        return len(self.host)
+
+
+def check_pair(
+    host_indices: Indices, device_indices: Indices, page_size: int, host_pages: int, device_pages: int, direction: str
+) -> Items:
+    """Pages named by two index lists. Raises `ValueError` naming the first index that breaks a rule.
+
+    The destination's pages must be unique (two writers of one page have no right answer); a source may be read twice.
+    """
+    if host_indices is None or device_indices is None:
+        if host_indices is not device_indices and len(_present(host_indices, device_indices)):
+            raise ValueError("one index list is None while the other one is not empty")
+        return Items(np.empty(0, np.int64), np.empty(0, np.int64))
+    if host_indices.numel() != device_indices.numel():
+        raise ValueError(
+            f"host and device lists must be equally long, got {host_indices.numel()} and {device_indices.numel()}"
+        )
+    writes_host = direction == "backup"
+    return Items(
+        host=check(host_indices, page_size, host_pages, "host", unique=writes_host),
+        device=check(device_indices, page_size, device_pages, "device", unique=not writes_host),
+        host_syncs=sum(t.device.type != "cpu" for t in (host_indices, device_indices)),
+    )
+
+
+def check(indices: torch.Tensor, page_size: int, num_pages: int, side: str, unique: bool) -> np.ndarray:
+    """Page numbers (int64) of a list of token slots, or `ValueError` with the offending index."""
+    if indices.dim() != 1 or indices.dtype not in (torch.int64, torch.int32):
+        raise ValueError(
+            f"{side} indices must be a 1-D int64 or int32 tensor, got {indices.dtype} of shape {tuple(indices.shape)}"
+        )
+    if indices.numel() % page_size:
+        raise ValueError(
+            f"{side} indices must name whole pages of {page_size}, got {indices.numel()} indices "
+            f"({indices.numel() % page_size} too many); pad or cut the list to a page edge"
+        )
+    slots = indices.cpu().numpy().astype(np.int64).reshape(-1, page_size)
+    starts: np.ndarray = slots[:, 0]
+    _refuse(starts, starts % page_size != 0, f"{side} index {{}} begins a page but is no multiple of {page_size}")
+    expected = starts[:, None] + np.arange(page_size)
+    _refuse(slots, slots != expected, f"{side} index {{}} breaks its page: the {page_size} tokens must be consecutive")
+    pages = starts // page_size
+    outside = (pages < 0) | (pages >= num_pages)
+    _refuse(starts, outside, f"{side} index {{}} is outside the pool's 0..{num_pages * page_size - 1}")
+    if unique:
+        _refuse(starts, _repeated(pages), f"{side} index {{}} is written twice by one transfer")
+    return pages
+
+
+def slots_of(pages: np.ndarray | torch.Tensor | list[int], page_size: int) -> torch.Tensor:
+    """Token slots of whole pages, in order: the inverse of `check`.
+
+    >>> slots_of([2, 0], page_size=3)
+    tensor([6, 7, 8, 0, 1, 2])
+    """
+    pages = torch.as_tensor(pages, dtype=torch.int64)
+    return (pages[:, None] * page_size + torch.arange(page_size)).reshape(-1)
+
+
+def _refuse(values: np.ndarray, broken: np.ndarray, rule: str) -> None:
+    if broken.any():
+        raise ValueError(rule.format(int(values[broken][0])))
+
+
+def _repeated(pages: np.ndarray) -> np.ndarray:
+    """True at every occurrence of a page after its first."""
+    repeated = np.ones(len(pages), bool)
+    repeated[np.unique(pages, return_index=True)[1]] = False
+    return repeated
+
+
+def _present(*indices: Indices) -> torch.Tensor:
+    return next(i for i in indices if i is not None)

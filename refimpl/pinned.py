@@ -1,0 +1,112 @@
+"""Host memory of exact size, registered with the driver in chunks that no page straddles.
+
+Pinned allocators round up to a power of two, so a pool maps its own memory and registers it (`cudaHostRegister`).
+One registration has a size limit and one copy may not span two, therefore chunks end on page edges. Memory that is
+unmapped while still registered poisons whatever is mapped there next, therefore a registration is always undone first:
+on failure, on `close()`, and when the pool is forgotten.
+"""
+
+from __future__ import annotations
+
+import mmap
+import weakref
+from collections.abc import Iterator
+from typing import Any, Protocol, cast
+
+import torch
+
+
+class Registrar(Protocol):
+    """What pins memory. Raises on failure; `device_address` is the address that a device uses for a host address."""
+
+    def register(self, address: int, nbytes: int) -> None: ...
+    def unregister(self, address: int) -> None: ...
+    def device_address(self, address: int) -> int: ...
+
+
+class Block:
+    """`nbytes` of host memory as a uint8 tensor. The memory itself lives as long as any tensor that shares it."""
+
+    def __init__(self, tensor: torch.Tensor, registrar: Registrar | None, chunks: list[tuple[int, int]]) -> None:
+        self.tensor = tensor
+        self.chunks = chunks
+        self._registrar = registrar
+        self._undo = weakref.finalize(self, _unregister, registrar, chunks)
+
+    def device_address(self, address: int) -> int:
+        """The address under which a device reaches `address`; the same one for pageable memory."""
+        return self._registrar.device_address(address) if self._registrar else address
+
+    def close(self) -> None:
+        """Undo every registration. Calling it again does nothing."""
+        self._undo()
+
+
+class HostMemory:
+    """Where host pools take their memory: pageable, or pinned when there is a `registrar`."""
+
+    def __init__(self, registrar: Registrar | None = None) -> None:
+        self.registrar = registrar
+
+    def allocate(self, nbytes: int, piece_bytes: int, registration_limit: int | None = None) -> Block:
+        """Exactly `nbytes`, registered in chunks that are multiples of `piece_bytes` (no piece spans two chunks).
+
+        registration_limit  the most bytes that one registration may hold; None: no limit
+        """
+        tensor = self.map(nbytes)
+        if self.registrar is None or not nbytes:
+            return Block(tensor, None, [])
+        chunks = list(chunk_ranges(tensor.data_ptr(), nbytes, piece_bytes, registration_limit))
+        done: list[tuple[int, int]] = []
+        try:
+            for address, size in chunks:
+                self.registrar.register(address, size)
+                done.append((address, size))
+        except BaseException:
+            _unregister(self.registrar, done)
+            raise
+        return Block(tensor, self.registrar, chunks)
+
+    def map(self, nbytes: int) -> torch.Tensor:
+        """Fresh zeroed memory. An override may take it from elsewhere."""
+        if not nbytes:
+            return torch.empty(0, dtype=torch.uint8)
+        return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
+
+
+def chunk_ranges(address: int, nbytes: int, piece_bytes: int, limit: int | None) -> Iterator[tuple[int, int]]:
+    """`(address, bytes)` of each registration: the most whole pieces that the limit allows, and a last short one."""
+    if limit is not None and limit < piece_bytes:
+        raise ValueError(
+            f"a registration limit of {limit:,} bytes cannot hold one page of {piece_bytes:,} bytes; raise the limit"
+        )
+    step = nbytes if limit is None else limit // piece_bytes * piece_bytes
+    for start in range(0, nbytes, step):
+        yield address + start, min(step, nbytes - start)
+
+
+class CudaRegistrar:
+    """Pins memory for CUDA devices through torch's own CUDA runtime."""
+
+    PORTABLE_AND_MAPPED = 0x01 | 0x02
+
+    def register(self, address: int, nbytes: int) -> None:
+        error = cast(Any, torch.cuda.cudart()).cudaHostRegister(address, nbytes, self.PORTABLE_AND_MAPPED)
+        self._check(error, address, nbytes)
+
+    def unregister(self, address: int) -> None:
+        self._check(cast(Any, torch.cuda.cudart()).cudaHostUnregister(address), address, 0)
+
+    def device_address(self, address: int) -> int:
+        return address
+
+    @staticmethod
+    def _check(error: Any, address: int, nbytes: int) -> None:
+        if int(error) != 0:
+            raise RuntimeError(f"CUDA error {error} while (un)registering {nbytes:,} bytes at {address:#x}")
+
+
+def _unregister(registrar: Registrar | None, chunks: list[tuple[int, int]]) -> None:
+    if registrar is not None:
+        for address, _ in reversed(chunks):
+            registrar.unregister(address)

@@ -1,0 +1,142 @@
+"""Host pools of one model: an anchor that owns indices, sidecars that ride on them, pools with indices of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from refimpl.geometry import PoolSpec
+from refimpl.host_pool import HostPool
+
+
+class LogicalPool(HostPool):
+    """An anchor without memory: it only owns indices (DeepSeek V4's `kv`). Its transfers complete and move nothing."""
+
+    def __init__(self, num_pages: int, page_size: int, name: str = "kv", layout: str = "page_first") -> None:
+        super().__init__(PoolSpec(name, 0, page_size, (), family="logical"), layout, num_pages)
+
+
+@dataclass(frozen=True)
+class PoolTransfer:
+    """What one pool is to move. Host indices of None are filled in: allocated, or taken from the pool it rides on."""
+
+    name: str
+    host_indices: torch.Tensor | None = None
+    device_indices: torch.Tensor | None = None
+
+
+class HostPoolGroup:
+    """The anchor first, then its side pools. Layout, page size and size of the group are the anchor's.
+
+    Raises `ValueError` for no pools, two of one name, a sidecar of an unknown pool, and a sidecar with fewer slots than
+    the pool it rides on (a draft pool sized by physical rows, say).
+    """
+
+    def __init__(self, pools: Sequence[HostPool]) -> None:
+        if not pools:
+            raise ValueError("a group needs at least its anchor")
+        self.anchor = pools[0]
+        self.pools: dict[str, HostPool] = {}
+        for pool in pools:
+            self.add(pool)
+
+    def add(self, pool: HostPool) -> None:
+        name, source = pool.spec.name, pool.spec.indices_from
+        if name in self.pools:
+            raise ValueError(f"the group already has a pool {name!r}")
+        if source and source not in self.pools:
+            raise ValueError(f"pool {name!r} rides on {source!r}, which the group lacks (it has {list(self.pools)})")
+        if source and pool.size < self.pools[source].size:
+            raise ValueError(
+                f"pool {name!r} has {pool.size} slots, but {source!r}, whose indices it shares, has "
+                f"{self.pools[source].size}; give it as many pages"
+            )
+        self.pools[name] = pool
+
+    @property
+    def layout(self) -> str:
+        return self.anchor.layout
+
+    @property
+    def page_size(self) -> int:
+        return self.anchor.page_size
+
+    @property
+    def size(self) -> int:
+        return self.anchor.size
+
+    @property
+    def can_use_write_back_jit(self) -> bool:
+        """Information only: every member could write back through staging."""
+        return all(pool.can_use_write_back_jit for pool in self.pools.values())
+
+    @property
+    def supports_per_pool_backup_indices(self) -> bool:
+        """Information only: some member could. Where indices live is for each pool to decide."""
+        return any(pool.can_use_write_back_jit for pool in self.pools.values())
+
+    def alloc(
+        self, need: int, pool: str | None = None, reclaim: Callable[[int], object] | None = None
+    ) -> torch.Tensor | None:
+        """Slots of the anchor (or of another pool); when it is full, one retry after `reclaim(need)`."""
+        owner = self.pools[pool] if pool else self.anchor
+        slots = owner.alloc(need)
+        if slots is None and reclaim is not None:
+            reclaim(need)
+            slots = owner.alloc(need)
+        return slots
+
+    def resolve(
+        self, transfers: Sequence[PoolTransfer], reclaim: Callable[[int], object] | None = None
+    ) -> list[PoolTransfer] | None:
+        """Fill in host indices: own slots first, in order of names so that all ranks agree, then those taken over.
+
+        None, with everything given back, when a pool is full.
+        """
+        wanted = {t.name: t for t in transfers}
+        unknown = [name for name in wanted if name not in self.pools]
+        if unknown:
+            raise ValueError(f"no pools {unknown} in this group, it has {list(self.pools)}")
+        taken: dict[str, torch.Tensor] = {}
+        for name in sorted(wanted):
+            transfer = wanted[name]
+            if transfer.host_indices is None and not self.pools[name].spec.indices_from:
+                need = 0 if transfer.device_indices is None else transfer.device_indices.numel()
+                slots = self.alloc(need, name, reclaim)
+                if slots is None:
+                    self._give_back(taken)
+                    return None
+                taken[name] = slots
+        resolved = {name: replace(t, host_indices=taken.get(name, t.host_indices)) for name, t in wanted.items()}
+        for name in wanted:
+            self._take_over(name, resolved)
+        return [resolved[t.name] for t in transfers]
+
+    def release(self, transfers: Sequence[PoolTransfer]) -> int:
+        """Free the slots of resolved transfers; what a sidecar took over is not its own. Returns the slots freed."""
+        return sum(self.pools[t.name].free(t.host_indices) for t in transfers if t.host_indices is not None)
+
+    def close(self) -> None:
+        for pool in self.pools.values():
+            pool.close()
+
+    def _take_over(self, name: str, resolved: dict[str, PoolTransfer]) -> None:
+        source = self.pools[name].spec.indices_from
+        if source is None or resolved[name].host_indices is not None:
+            return
+        if source not in resolved:
+            raise ValueError(f"pool {name!r} takes its indices from {source!r}, which is not part of this transfer")
+        self._take_over(source, resolved)
+        origin = resolved[source]
+        device = resolved[name].device_indices
+        resolved[name] = replace(
+            resolved[name],
+            host_indices=origin.host_indices,
+            device_indices=origin.device_indices if device is None else device,
+        )
+
+    def _give_back(self, taken: Mapping[str, torch.Tensor]) -> None:
+        for name, slots in taken.items():
+            self.pools[name].free(slots)
