@@ -1,0 +1,103 @@
+# `make` lists the commands. They set up what they need, once, in .venv.
+#
+# PYTHON=python3.12   the Python (3.11 to 3.13) that .venv is made with
+# ENV=current         no set-up: use PYTHON as it is (a conda environment, a machine without registry)
+# MODEL= PAGES=       for `make run`: other models, more pages
+# NB=path             for `make notebooks`: this notebook only
+# ARGS=               for `make bench` and `make lab`: passed on
+
+PYTHON ?= python3
+ENV ?=
+
+ifeq ($(ENV),current)
+PY := $(PYTHON)
+READY := python-at-hand
+NEEDS = @$(PY) verify/environment.py
+else ifeq ($(ENV),)
+PY := .venv/bin/python
+READY := .venv/ready
+NEEDS = @: # pip has seen to it:
+else
+$(error ENV=$(ENV) is unknown: leave it out, or say ENV=current)
+endif
+
+# The checkout works without being installed, in kernels of notebooks too.
+export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
+
+.PHONY: help run verify verify-full report bench notebooks lab lint clean python-at-hand
+
+help: ## list the commands (the default)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+run: $(READY) ## execute every notebook, print the matrix; results in out/index.html
+	$(NEEDS) notebooks
+	$(PY) -m verify run $(if $(MODEL),--model '$(MODEL)') $(if $(PAGES),--pages '$(PAGES)')
+
+verify: $(READY) ## everything that must hold: lint, types, notebooks, tests, mutants
+	$(NEEDS) notebooks dev
+	$(LINT)
+	$(PY) -m verify.notebooks check
+	$(PY) -m verify.notebooks nbval
+	$(PY) -m pytest -n auto --maxprocesses 8 --dist worksteal $(FULL)
+	$(PY) -m verify mutants
+
+verify-full: ## the same with every combination and every slow test
+	@$(MAKE) --no-print-directory verify FULL=--full
+
+report: $(READY) ## write the support matrix as a page
+	$(NEEDS) notebooks
+	$(PY) -m verify report
+
+bench: $(READY) ## measure the backends: make bench ARGS="--backends torch,numba"
+	$(NEEDS)
+	$(PY) -m verify.bench $(ARGS)
+
+notebooks: $(READY) ## run the notebooks in place, strip them, write their text pairs
+	$(NEEDS) notebooks
+	$(PY) -m verify.notebooks refresh $(NB)
+
+# Jupyter prints the address to open, token included. As root it would refuse without --allow-root.
+lab: $(READY) ## open the notebooks in JupyterLab
+	$(NEEDS) notebooks
+	$(PY) -m jupyterlab --allow-root --ServerApp.root_dir=. --ServerApp.preferred_dir=notebooks $(ARGS)
+
+lint: $(READY) ## style and types only
+	$(NEEDS) dev
+	$(LINT)
+
+clean: ## remove results and caches (.venv stays)
+	rm -rf out build *.egg-info .pytest_cache .ruff_cache .hypothesis notebooks/.ipynb_checkpoints
+	find refimpl kernels_cupy verify notebooks -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
+
+define LINT
+$(PY) -m ruff check
+$(PY) -m ruff format --check
+$(PY) -m pyright --pythonpath $$($(PY) -c 'import sys; print(sys.executable)')
+endef
+
+define CHECK_PYTHON
+@command -v $(PYTHON) >/dev/null || { echo '$(PYTHON) is not there: install Python 3.11 to 3.13, or say PYTHON=' >&2; exit 1; }
+@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; \
+  (3, 11) <= v <= (3, 13) or sys.exit("$(PYTHON) is Python %d.%d: 3.11 to 3.13 will do, say PYTHON=" % v)'
+endef
+
+python-at-hand:
+	$(CHECK_PYTHON)
+
+# An NVIDIA driver says which CUDA it can run; that decides between the two CuPys.
+.venv/ready: pyproject.toml constraints.txt | .venv/bin/python
+	@cuda=$$(nvidia-smi 2>/dev/null | sed -n 's/.*CUDA[A-Za-z ]* Version: *\([0-9]*\).*/\1/p' | head -n 1); \
+	case "$$cuda" in \
+	  '') gpu= ;; \
+	  12) gpu=,gpu12 ;; \
+	  *)  gpu=,gpu ;; \
+	esac; \
+	echo "installing [notebooks,dev$$gpu] into .venv, minutes the first time"; \
+	.venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+	  -e ".[notebooks,dev$$gpu]"
+	@touch $@
+
+.venv/bin/python:
+	$(CHECK_PYTHON)
+	@$(PYTHON) -m venv .venv || { rm -rf .venv; \
+	  echo '$(PYTHON) cannot make .venv (Debian: install python3-venv), or say ENV=current' >&2; exit 1; }
