@@ -1,0 +1,30 @@
+"""Options and header of the suite."""
+
+from __future__ import annotations
+
+import platform
+
+import numba
+import pytest
+import torch
+
+
+# The suite runs one process a core; threads of its own would only get in each other's way.
+torch.set_num_threads(1)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--full", action="store_true", help="the whole matrix, and tests marked slow")
+
+
+def pytest_report_header() -> str:
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
+    return f"host pools: torch {torch.__version__}, numba {numba.__version__}, {platform.machine()}, {gpu}"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--full"):
+        return
+    for item in items:
+        if "slow" in item.keywords:
+            item.add_marker(pytest.mark.skip(reason="slow: runs under --full"))

@@ -1,0 +1,51 @@
+"""Test memory: every buffer lies between guard bands, begins where it is told to, and may have gaps between its rows."""
+
+from __future__ import annotations
+
+import torch
+
+from refimpl import DevicePool, HostMemory, PoolSpec
+from refimpl.device_pool import row_shape
+from verify.fill import POISON
+
+GUARD = 64  # bytes on either side
+
+
+class GuardedMemory(HostMemory):
+    """Host memory of poison, with guard bands; `shift` bytes past an aligned address."""
+
+    def __init__(self, shift: int = 0) -> None:
+        super().__init__()
+        self.shift = shift
+        self.whole: list[torch.Tensor] = []
+
+    def map(self, nbytes: int) -> torch.Tensor:
+        self.whole.append(_poison(nbytes + 2 * GUARD + self.shift))
+        first = GUARD + self.shift
+        return self.whole[-1][first : first + nbytes]
+
+
+class GuardedDevice:
+    """A device pool of poison over guarded buffers: rows `gap` bytes apart, starts shifted by `shift` bytes."""
+
+    def __init__(self, spec: PoolSpec, num_pages: int, gap: int = 0, shift: int = 0, device: str = "cpu") -> None:
+        self.whole: list[torch.Tensor] = []
+        buffers: dict[str, list[torch.Tensor]] = {}
+        for c in spec.components:
+            rows, pitch = num_pages * spec.tokens_per_page(c), c.row_bytes + gap
+            buffers[c.name] = []
+            for _ in spec.layers_of(c):
+                self.whole.append(_poison(rows * pitch + 2 * GUARD + shift, device))
+                first = GUARD + shift
+                lines = self.whole[-1][first : first + rows * pitch].view(rows, pitch)[:, : c.row_bytes]
+                buffers[c.name].append(lines.view(c.dtype).unflatten(1, row_shape(c)))
+        self.pool = DevicePool.wrap(spec, buffers) if buffers else DevicePool(spec, num_pages, device)
+
+    def poison(self) -> None:
+        for whole in self.whole:
+            whole.fill_(POISON)
+
+
+def _poison(nbytes: int, device: str = "cpu") -> torch.Tensor:
+    # The allocator of torch aligns to 64 bytes; a shift counts from there.
+    return torch.full((nbytes,), POISON, dtype=torch.uint8, device=device)

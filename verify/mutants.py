@@ -1,0 +1,143 @@
+"""How strong the suite is: faults built into the shipped code one at a time, each of which a named test must catch.
+
+A mutant is (file, exact text, new text, what must kill it); the table is `mutants.toml`. Each is applied to a copy of the
+packages and its killers are run on that copy. A text that is not found exactly once is an error: the table follows the code.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import multiprocessing
+import os
+import shutil
+import sys
+import tempfile
+import tomllib
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from queue import SimpleQueue
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+TABLE = Path(__file__).with_name("mutants.toml")
+PACKAGES = ("refimpl", "kernels_cupy", "verify")
+TIME_LIMIT = 300  # seconds; a mutant that hangs its killer is caught too
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """`fault` says what is wrong with the mutant, `killers` which tests (files or ids) must fail on it."""
+
+    fault: str
+    file: str
+    old: str
+    new: str
+    killers: tuple[str, ...]
+
+
+def table() -> list[Mutant]:
+    rows = tomllib.loads(TABLE.read_text())["mutant"]
+    return [Mutant(**row | {"killers": tuple(row["killers"])}) for row in rows]
+
+
+def mutated(mutant: Mutant) -> str:
+    """The text of the mutant's file. `ValueError` unless the old text stands there exactly once."""
+    text = (ROOT / mutant.file).read_text()
+    found = text.count(mutant.old)
+    if found != 1:
+        raise ValueError(f"{mutant.file}: {mutant.old!r} stands there {found} times, it must stand there once")
+    return text.replace(mutant.old, mutant.new)
+
+
+class Copy:
+    """A copy of the packages at one path, so that compiled code of unchanged files is cached between mutants."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        for package in PACKAGES:
+            if (ROOT / package).exists():
+                shutil.copytree(ROOT / package, folder / package)
+        shutil.copy2(ROOT / "pyproject.toml", folder)
+
+    def catches(self, mutant: Mutant | None) -> bool:
+        """Whether a killer fails with the mutant applied (None: on the code as it is, for control)."""
+        killers = mutant.killers if mutant else sorted({k for m in table() for k in m.killers})
+        if mutant:
+            (self.folder / mutant.file).write_text(mutated(mutant))
+        try:
+            return self._run(killers) != 0
+        finally:
+            if mutant:
+                shutil.copy2(ROOT / mutant.file, self.folder / mutant.file)
+
+    def _run(self, tests: tuple[str, ...] | list[str]) -> int:
+        """Exit code of the tests, run in a child that imports the packages anew from this copy."""
+        child: BaseProcess = multiprocessing.get_context("fork").Process(target=_run_tests, args=(self.folder, tests))
+        child.start()
+        child.join(TIME_LIMIT)
+        if child.is_alive():
+            child.kill()
+            child.join()
+        if child.exitcode in NOT_A_VERDICT:
+            raise RuntimeError(f"pytest could not run {tests} (exit code {child.exitcode})")
+        return child.exitcode or 0
+
+
+# Exit codes of pytest that say nothing about the code under test: usage error, no tests collected.
+NOT_A_VERDICT = (int(pytest.ExitCode.USAGE_ERROR), int(pytest.ExitCode.NO_TESTS_COLLECTED))
+
+
+def _run_tests(folder: Path, tests: tuple[str, ...] | list[str]) -> None:
+    for name in [m for m in sys.modules if m.split(".")[0] in PACKAGES]:
+        del sys.modules[name]
+    os.chdir(folder)
+    sys.path[:] = [str(folder), *(p for p in sys.path if Path(p or ".").resolve() != ROOT)]
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        code = pytest.main(["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *tests])
+    os._exit(int(code))
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run every mutant (or those of `--only TEXT`), print the survivors and the score."""
+    parser = argparse.ArgumentParser(prog="python -m verify mutants", description=__doc__.splitlines()[0])
+    parser.add_argument("--only", default="", metavar="TEXT", help="mutants whose fault or file contains TEXT")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    options = parser.parse_args(argv)
+    chosen = [m for m in table() if options.only in m.fault or options.only in m.file]
+    for mutant in chosen:
+        mutated(mutant)
+    _warm_up()
+    with tempfile.TemporaryDirectory() as folder:
+        copies: SimpleQueue[Copy] = SimpleQueue()
+        for job in range(options.jobs):
+            copies.put(Copy(Path(folder) / str(job)))
+
+        def caught(mutant: Mutant | None) -> bool:
+            copy = copies.get()
+            try:
+                return copy.catches(mutant)
+            finally:
+                copies.put(copy)
+
+        with ThreadPoolExecutor(options.jobs) as pool:
+            control, *verdicts = pool.map(caught, [None, *chosen])
+    if control:
+        print("the killers fail on the code as it is; mend that first", file=sys.stderr)
+        return 1
+    for mutant, killed in zip(chosen, verdicts, strict=True):
+        print(f"{'killed  ' if killed else 'SURVIVED'}  {mutant.file}: {mutant.fault}")
+    score = 100 * sum(verdicts) / max(len(chosen), 1)
+    print(f"mutation score: {score:.1f}% ({sum(verdicts)}/{len(chosen)})")
+    return 0 if all(verdicts) and chosen else 1
+
+
+def _warm_up() -> None:
+    """Import what every child needs and no mutant touches, so that it is paid for once."""
+    import hypothesis  # noqa: F401
+    import numba  # noqa: F401
+    import torch  # noqa: F401
