@@ -84,17 +84,14 @@ endef
 python-at-hand:
 	$(CHECK_PYTHON)
 
-# An NVIDIA driver says which CUDA it can run; that decides between the two CuPys.
+# With an NVIDIA GPU also CuPy, one of two: the driver says which CUDA it can run.
 .venv/ready: pyproject.toml constraints.txt | .venv/bin/python
-	@cuda=$$(nvidia-smi 2>/dev/null | sed -n 's/.*CUDA[A-Za-z ]* Version: *\([0-9]*\).*/\1/p' | head -n 1); \
-	case "$$cuda" in \
-	  '') gpu= ;; \
-	  12) gpu=,gpu12 ;; \
-	  *)  gpu=,gpu ;; \
-	esac; \
-	echo "installing [notebooks,dev$$gpu] into .venv, minutes the first time"; \
-	.venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
-	  -e ".[notebooks,dev$$gpu]"
+	@extras=notebooks,dev; \
+	if smi=$$(nvidia-smi 2>/dev/null); then \
+	  case "$$smi" in *CUDA*"Version: 12."*) extras=$$extras,gpu12 ;; *) extras=$$extras,gpu ;; esac; \
+	fi; \
+	echo "installing [$$extras] into .venv, minutes the first time"; \
+	.venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[$$extras]"
 	@touch $@
 
 .venv/bin/python:
