@@ -117,6 +117,8 @@ class HostBuffers:
         }
 
     def _device_address(self, address: int) -> int:
+        if not address:
+            return 0  # a view without elements lies nowhere
         for block in self._blocks:
             first = block.tensor.data_ptr()
             if first <= address < first + block.tensor.numel():
