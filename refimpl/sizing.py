@@ -24,8 +24,7 @@ def pages_for_bytes(spec: PoolSpec, nbytes: int, rule: Rule = "fit") -> int:
     >>> pages_for_bytes(spec, 1 * GB), pages_for_bytes(spec, 1 * GB, rule="sglang")
     (119, 120)
     """
-    if not spec.page_bytes:
-        raise ValueError(f"pool {spec.name!r} stores no bytes; size it by its anchor")
+    _require_bytes(spec)
     return nbytes // spec.page_bytes if rule == "fit" else _padded(slots_for_bytes(spec, nbytes), spec.page_size)
 
 
@@ -43,14 +42,21 @@ def pages_for_ratio(spec: PoolSpec, device_slots: int, ratio: float, rule: Rule 
 
 def slots_for_bytes(spec: PoolSpec, nbytes: int) -> int:
     """Index units whose bytes fit, pages not yet considered."""
+    _require_bytes(spec)
     return nbytes * spec.page_size // spec.page_bytes
 
 
 def common_pages(stages: Sequence[PoolSpec], nbytes: int, rule: Rule = "fit") -> int:
-    """Pages that every pipeline rank can hold: ranks own different layers but must agree on page numbers."""
+    """Pages that every pipeline rank can hold: ranks own different layers but must agree on page numbers.
+
+    A rank that owns no layers of the pool holds any number of them.
+    """
+    storing = [spec for spec in stages if spec.page_bytes]
+    if not storing:
+        raise ValueError(f"none of {len(stages)} pipeline ranks stores a byte of this pool; size it by its anchor")
     if rule == "fit":
-        return min(pages_for_bytes(spec, nbytes) for spec in stages)
-    return _padded(min(slots_for_bytes(spec, nbytes) for spec in stages), stages[0].page_size)
+        return min(pages_for_bytes(spec, nbytes) for spec in storing)
+    return _padded(min(slots_for_bytes(spec, nbytes) for spec in storing), storing[0].page_size)
 
 
 def shares(device_bytes: Mapping[str, int], nbytes: int) -> dict[str, int]:
@@ -60,7 +66,12 @@ def shares(device_bytes: Mapping[str, int], nbytes: int) -> dict[str, int]:
     {'full': 750000000, 'window': 250000000}
     """
     whole = sum(device_bytes.values())
-    return {name: nbytes * part // whole for name, part in device_bytes.items()}
+    return {name: nbytes * part // whole if whole else 0 for name, part in device_bytes.items()}
+
+
+def _require_bytes(spec: PoolSpec) -> None:
+    if not spec.page_bytes:
+        raise ValueError(f"pool {spec.name!r} stores no bytes; size it by its anchor")
 
 
 def _padded(slots: int, page_size: int) -> int:
