@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter, deque
 
 import numpy as np
 import psutil
@@ -68,12 +69,17 @@ class PageAllocator:
 
 
 class Budget:
-    """Bytes that all pools of a stack share, booked as they are taken so that two pools cannot both have the last."""
+    """Bytes that all pools of a stack share, booked as they are taken so that two pools cannot both have the last.
+
+    Safe to call from several threads. What is released goes into a queue, without a lock: a pool that is forgotten
+    releases its bytes whenever the garbage collector runs, and that may be while this thread is booking.
+    """
 
     def __init__(self, total: int) -> None:
         self.total = total
         self._lock = threading.Lock()
-        self._booked: dict[str, int] = {}
+        self._booked: Counter[str] = Counter()
+        self._released: deque[tuple[str, int]] = deque()
 
     @classmethod
     def of_this_machine(cls, ranks: int = 1, reserve: int = 10 * 2**30) -> Budget:
@@ -82,21 +88,27 @@ class Budget:
 
     @property
     def available(self) -> int:
-        return self.total - sum(self._booked.values())
+        with self._lock:
+            return self._settle()
 
     def book(self, owner: str, nbytes: int) -> None:
         """Take bytes for `owner`, or raise `MemoryError` and take nothing."""
         with self._lock:
-            if nbytes > self.available:
+            available = self._settle()
+            if nbytes > available:
                 raise MemoryError(
-                    f"{owner} needs {nbytes:,} bytes, {self.available:,} of the budget of {self.total:,} are left "
-                    f"(booked: {self._booked or 'nothing'})"
+                    f"{owner} needs {nbytes:,} bytes, {available:,} of the budget of {self.total:,} are left "
+                    f"(booked: {dict(+self._booked) or 'nothing'})"
                 )
-            self._booked[owner] = self._booked.get(owner, 0) + nbytes
+            self._booked[owner] += nbytes
 
     def release(self, owner: str, nbytes: int) -> None:
-        with self._lock:
-            left = self._booked[owner] - nbytes
-            self._booked[owner] = left
-            if not left:
-                del self._booked[owner]
+        """Give back what was booked."""
+        self._released.append((owner, nbytes))
+
+    def _settle(self) -> int:
+        """Take everything released off the books; returns the bytes left."""
+        while self._released:
+            owner, nbytes = self._released.popleft()
+            self._booked[owner] -= nbytes
+        return self.total - self._booked.total()
