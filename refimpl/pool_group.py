@@ -93,25 +93,31 @@ class HostPoolGroup:
     ) -> list[PoolTransfer] | None:
         """Fill in host indices: own slots first, in order of names so that all ranks agree, then those taken over.
 
-        None, with everything given back, when a pool is full.
+        None when a pool is full. Then, and when anything here raises, all slots that were taken are given back.
         """
         wanted = {t.name: t for t in transfers}
+        if len(wanted) < len(transfers):
+            raise ValueError(f"a pool can have one transfer at a time, got {[t.name for t in transfers]}")
         unknown = [name for name in wanted if name not in self.pools]
         if unknown:
             raise ValueError(f"no pools {unknown} in this group, it has {list(self.pools)}")
         taken: dict[str, torch.Tensor] = {}
-        for name in sorted(wanted):
-            transfer = wanted[name]
-            if transfer.host_indices is None and not self.pools[name].spec.indices_from:
-                need = 0 if transfer.device_indices is None else transfer.device_indices.numel()
-                slots = self.alloc(need, name, reclaim)
-                if slots is None:
-                    self._give_back(taken)
-                    return None
-                taken[name] = slots
-        resolved = {name: replace(t, host_indices=taken.get(name, t.host_indices)) for name, t in wanted.items()}
-        for name in wanted:
-            self._take_over(name, resolved)
+        try:
+            for name in sorted(wanted):
+                transfer = wanted[name]
+                if transfer.host_indices is None and not self.pools[name].spec.indices_from:
+                    need = 0 if transfer.device_indices is None else transfer.device_indices.numel()
+                    slots = self.alloc(need, name, reclaim)
+                    if slots is None:
+                        self._give_back(taken)
+                        return None
+                    taken[name] = slots
+            resolved = {name: replace(t, host_indices=taken.get(name, t.host_indices)) for name, t in wanted.items()}
+            for name in wanted:
+                self._take_over(name, resolved)
+        except BaseException:
+            self._give_back(taken)
+            raise
         return [resolved[t.name] for t in transfers]
 
     def release(self, transfers: Sequence[PoolTransfer]) -> int:
