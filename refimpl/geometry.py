@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import KW_ONLY, dataclass, replace
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 
 Unit = Literal["token", "page", "slot"]
+UNITS: tuple[Unit, ...] = get_args(Unit)
 
 # Model layers of a side state: it has no layer axis.
 NO_LAYER = (None,)
@@ -56,12 +57,17 @@ class Component:
             if not holds:
                 raise ValueError(f"component {self.name!r}: {rule}")
 
-        require(self.lanes >= 0, f"dim must not be negative, got {self.dim}")
+        require(self.unit in UNITS, f"unit must be one of {UNITS}, got {self.unit!r}")
+        require(min(self.row_shape, default=0) >= 0, f"dim must not be negative, got {self.dim}")
         require(self.heads is None or self.heads >= 1, f"heads must be at least 1 or None, got {self.heads}")
         require(self.heads is None or self.unit == "token", f"only token rows have heads, this is a {self.unit} row")
         require(not self.split or sum(self.split) == self.lanes, f"split {self.split} must sum to {self.lanes} lanes")
         require(not self.split or min(self.split) >= 1, f"split {self.split} has an empty part")
         require(not self.segments or self.unit == "page", "only page rows are made of segments")
+        require(not self.segments or not self.split, "a row is cut into parts or made of segments, not both")
+        require(
+            all(s.entries >= 1 and s.bytes >= 1 for s in self.segments), f"segments must not be empty: {self.segments}"
+        )
         used = sum(s.entries * s.bytes for s in self.segments)
         require(used <= self.row_bytes, f"segments take {used} of {self.row_bytes} bytes of the row")
         require(len({s.entries for s in self.segments}) <= 1, "segments must hold the same number of entries")
