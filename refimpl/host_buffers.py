@@ -71,6 +71,7 @@ class HostBuffers:
 
     def _upstream(self) -> list[tuple[Buffer, list[torch.Tensor]]]:
         """The storage under upstream's shapes."""
+        self._require_open()
         return [
             (buffer, [t.view(upstream_shape(buffer, self.spec.family, self.layout)) for t in tensors])
             for buffer, tensors in self.storage
@@ -132,6 +133,7 @@ class HostBuffers:
 
         Page rows and states come as `[layer, *row]`, side states as `[*row]`.
         """
+        self._page_at(page * self.page_size)
         return {c.name: self._page_of(c.name, page) for c in self.spec.components}
 
     def _page_of(self, component: str, page: int) -> torch.Tensor:
@@ -182,9 +184,10 @@ class HostBuffers:
 
     def get_split_heads_page_buffer_meta(self, indices: torch.Tensor, split: int) -> tuple[list[int], list[int]]:
         """The same for one of `split` ranks after the other, where heads lie outermost in a page."""
+        self._require_open()
         addresses: list[int] = []
         units = self._outer_heads()
-        if not units or units % split:
+        if not units or split < 1 or units % split:
             raise ValueError(
                 f"{self.layout} of pool {self.spec.name!r} keeps {units or 'no'} heads outermost in a page, "
                 f"they cannot be split between {split} ranks"
