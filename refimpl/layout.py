@@ -104,6 +104,8 @@ class Buffer:
 
     def byte_offset(self, component: str, page: int, layer: int | None, token: int = 0, head: int = 0) -> int:
         """Byte at which a head's lanes begin, from the start of the tensor that holds the layer."""
+        if layer not in self.layers:
+            raise KeyError(f"{component} owns no layer {layer}, it owns {self.layers}")
         group, head_in_group = divmod(head, self.extents["head"])
         at = {"component": self.position(component), "page": page, "token": token}
         at |= {"layer": self.layers.index(layer), "group": group, "head": head_in_group, "lane": 0}
@@ -174,7 +176,12 @@ def byte_offset(
     >>> byte_offset(spec, "page_head", num_pages=3, component="k", page=1, layer=2, token=2, head=3)
     2944
     """
-    holding = [b for b in buffers(spec, layout, num_pages) if component in [c.name for c in b.components]]
+    if layout not in AXES:
+        raise KeyError(f"there is no layout {layout!r}, only {', '.join(LAYOUTS)}")
+    held = spec.component(component)
+    holding = [b for b in buffers(spec, layout, num_pages) if held in b.components]
+    if not 0 <= part < len(holding):
+        raise IndexError(f"{component} lies in {len(holding)} parts in {layout}, there is no part {part}")
     return holding[part].byte_offset(component, page, layer, token, head)
 
 
