@@ -107,6 +107,14 @@ class CudaRegistrar:
 
 
 def _unregister(registrar: Registrar | None, chunks: list[tuple[int, int]]) -> None:
-    if registrar is not None:
-        for address, _ in reversed(chunks):
+    """Undo all of them, also when one fails; then raise what the first one raised."""
+    if registrar is None:
+        return
+    failures: list[Exception] = []
+    for address, _ in reversed(chunks):
+        try:
             registrar.unregister(address)
+        except Exception as failure:
+            failures.append(failure)
+    if failures:
+        raise failures[0]
