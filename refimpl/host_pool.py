@@ -96,11 +96,10 @@ class HostPool(HostBuffers):
     def load(self, device: DevicePool, host_indices: Indices, device_indices: Indices, layer: int) -> Receipt:
         """Host to device, one model layer; nothing if the pool does not own it.
 
-        Side states come with the first layer that the pool owns, ahead of it.
+        Side states come with the first layer that the pool owns, ahead of it (with layer 0 if it owns none).
         """
         transfer = self.prepare(device, host_indices, device_indices, "load")
-        if layer not in self.spec.owned_layers[:1]:
-            transfer.side_states_due = False
+        transfer.side_states_due = layer == min(self.spec.owned_layers, default=0)
         return transfer.run((layer,))
 
     def load_all(self, device: DevicePool, host_indices: Indices, device_indices: Indices) -> Receipt:

@@ -31,7 +31,8 @@ class Transfer:
         owned = self.layers if layers is None else tuple(i for i in layers if i in self.layers)
         if self.direction == "backup":
             return self._move((*owned, None))
-        due = (None,) if self.side_states_due and (owned or layers is None) else ()
+        waited_for = owned or layers is None or (layers and not self.layers)
+        due = (None,) if self.side_states_due and waited_for else ()
         self.side_states_due = False if due else self.side_states_due
         return self._move((*due, *owned))
 
