@@ -77,7 +77,7 @@ class Budget:
 
     def __init__(self, total: int) -> None:
         self.total = total
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._booked: Counter[str] = Counter()
         self._released: deque[tuple[str, int]] = deque()
 
@@ -89,15 +89,17 @@ class Budget:
     @property
     def available(self) -> int:
         with self._lock:
-            return self._settle()
+            while self._released:
+                owner, nbytes = self._released.popleft()
+                self._booked[owner] -= nbytes
+            return self.total - self._booked.total()
 
     def book(self, owner: str, nbytes: int) -> None:
         """Take bytes for `owner`, or raise `MemoryError` and take nothing."""
         with self._lock:
-            available = self._settle()
-            if nbytes > available:
+            if nbytes > self.available:
                 raise MemoryError(
-                    f"{owner} needs {nbytes:,} bytes, {available:,} of the budget of {self.total:,} are left "
+                    f"{owner} needs {nbytes:,} bytes, {self.available:,} of the budget of {self.total:,} are left "
                     f"(booked: {dict(+self._booked) or 'nothing'})"
                 )
             self._booked[owner] += nbytes
@@ -105,10 +107,3 @@ class Budget:
     def release(self, owner: str, nbytes: int) -> None:
         """Give back what was booked."""
         self._released.append((owner, nbytes))
-
-    def _settle(self) -> int:
-        """Take everything released off the books; returns the bytes left."""
-        while self._released:
-            owner, nbytes = self._released.popleft()
-            self._booked[owner] -= nbytes
-        return self.total - self._booked.total()

@@ -133,7 +133,9 @@ class HostBuffers:
 
         Page rows and states come as `[layer, *row]`, side states as `[*row]`.
         """
-        self._page_at(page * self.page_size)
+        self._require_open()
+        if not 0 <= page < self.num_pages:
+            raise IndexError(f"pool {self.spec.name!r} has pages 0..{self.num_pages - 1}, there is no page {page}")
         return {c.name: self._page_of(c.name, page) for c in self.spec.components}
 
     def _page_of(self, component: str, page: int) -> torch.Tensor:

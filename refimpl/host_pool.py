@@ -99,7 +99,8 @@ class HostPool(HostBuffers):
         Side states come with the first layer that the pool owns, ahead of it (with layer 0 if it owns none).
         """
         transfer = self.prepare(device, host_indices, device_indices, "load")
-        transfer.side_states_due = layer == min(self.spec.owned_layers, default=0)
+        if layer != min(self.spec.owned_layers, default=0):
+            transfer.side_states_due = False
         return transfer.run((layer,))
 
     def load_all(self, device: DevicePool, host_indices: Indices, device_indices: Indices) -> Receipt:
@@ -143,7 +144,8 @@ class HostPool(HostBuffers):
             unit, host_items, device_items = 1, host_items * entries, device_items * entries
         items = check_pair(host_indices, device_indices, unit, host_items, device_items, direction)
         plan = self._plan(device, single_entries)
-        return Transfer(self._mover, self.paths[direction].name, plan, items, direction, self.spec.owned_layers)
+        path, owned = self.paths[direction].name, self.spec.owned_layers
+        return Transfer(self._mover, path, plan, items, direction, owned, self._require_open)
 
     def backup_from_device_all_layer(
         self, device_pool: DevicePool, host_indices: Indices, device_indices: Indices, io_backend: str
