@@ -1,0 +1,88 @@
+"""Command-line options of the benchmark, shared by `python -m verify.bench` and `python -m verify run`."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable, Iterable
+
+import psutil
+
+from refimpl import LAYOUTS, presets
+from refimpl.backends import registry
+from verify.bench.measure import Settings, memory_needed
+
+DEFAULT_MODELS = ("llama-3.1-8b", "deepseek-v3", "deepseek-v4-flash", "qwen3-next")
+UNITS = {"": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Options that `settings` reads. Their values are checked by argparse: one line on stderr, exit code 2."""
+    models = one_of("model", presets.MODELS)
+    parser.add_argument(
+        "--model", type=models, metavar="M,M", help=f"of {listed(presets.MODELS)}; default: {listed(DEFAULT_MODELS)}"
+    )
+    parser.add_argument(
+        "--pages", type=positive, metavar="N", help="pages that move in every pool; overrides --payload"
+    )
+    parser.add_argument(
+        "--payload", type=nbytes, default=32 << 20, metavar="SIZE", help="bytes that move, 32MiB if not given"
+    )
+    parser.add_argument(
+        "--layouts", type=one_of("layout", LAYOUTS), default=LAYOUTS, metavar="L,L", help=listed(LAYOUTS)
+    )
+    backends = tuple(registry.MODULES)
+    parser.add_argument(
+        "--backends", type=one_of("backend", backends), default=backends, metavar="B,B", help=listed(backends)
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=0.3, help="time for the samples of a row (default: %(default)s)"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of page choice and fill (default: %(default)s)")
+
+
+def settings(args: argparse.Namespace, parser: argparse.ArgumentParser) -> Settings:
+    """What was asked for. Ends the program like any other mistake in the arguments if it cannot fit into memory."""
+    models = args.model or DEFAULT_MODELS
+    asked = Settings(
+        models, args.layouts, args.backends, args.pages, args.payload, seconds=args.seconds, seed=args.seed
+    )
+    needed, free = memory_needed(asked), psutil.virtual_memory().available
+    if needed > free:
+        parser.error(f"this needs {needed / 1e9:,.1f} GB of memory, {free / 1e9:,.1f} GB are free: ask for fewer pages")
+    return asked
+
+
+def listed(names: Iterable[str]) -> str:
+    return ", ".join(names)
+
+
+def one_of(what: str, known: Iterable[str]) -> Callable[[str], tuple[str, ...]]:
+    """A type for argparse: names, separated by commas, each of them known."""
+
+    def parse(text: str) -> tuple[str, ...]:
+        names = tuple(dict.fromkeys(name.strip() for name in text.split(",")))
+        for name in names:
+            if name not in known:
+                raise argparse.ArgumentTypeError(f"there is no {what} {name!r}; there are {listed(known)}")
+        return names
+
+    return parse
+
+
+def positive(text: str) -> int:
+    if not re.fullmatch(r"\d+", text) or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a positive integer, got {text!r}")
+    return int(text)
+
+
+def nbytes(text: str) -> int:
+    """A size in bytes.
+
+    >>> [nbytes(text) for text in ("4096", "16KiB", "2 MB")]
+    [4096, 16384, 2000000]
+    """
+    found = re.fullmatch(r"(\d+)\s*([a-z]*)", text.strip(), re.IGNORECASE)
+    if not found or found[2].upper() not in UNITS or not int(found[1]):
+        raise argparse.ArgumentTypeError(f"must be a size such as 16MiB, got {text!r}")
+    return int(found[1]) * UNITS[found[2].upper()]

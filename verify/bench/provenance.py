@@ -1,0 +1,60 @@
+"""Where figures come from: code, machine, versions, command."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import subprocess
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numba
+import psutil
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def provenance(command: list[str], seed: int) -> dict[str, Any]:
+    """What a reader needs to judge figures, or to get them again. `commit` and `dirty` are None outside a checkout."""
+    status = _git("status", "--porcelain")
+    return {
+        "commit": _git("rev-parse", "HEAD"),
+        "dirty": None if status is None else bool(status),
+        "command": command,
+        "seed": seed,
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "cpu": _cpu_model(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "memory_bytes": psutil.virtual_memory().total,
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "versions": {"python": platform.python_version()}
+        | {name: importlib.metadata.version(name) for name in ("torch", "numpy", "numba")},
+        "threads": {"torch": torch.get_num_threads(), "numba": numba.get_num_threads()},
+    }
+
+
+def command_line(module: str) -> list[str]:
+    """The command that this process was started with, without the paths of this machine."""
+    return ["python", "-m", module, *sys.argv[1:]]
+
+
+def _git(*arguments: str) -> str | None:
+    try:
+        done = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return done.stdout.strip()
+
+
+def _cpu_model() -> str:
+    """The processor's name; Linux tells it in a file only."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()

@@ -1,0 +1,30 @@
+"""The result file: settings, provenance and rows as JSON, described by `data/schemas/bench.schema.json`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from verify.bench.measure import Settings
+from verify.bench.provenance import ROOT, provenance
+from verify.bench.record import Row
+
+SCHEMA = ROOT / "data" / "schemas" / "bench.schema.json"
+
+
+def as_json(settings: Settings, rows: Iterable[Row], command: list[str]) -> dict[str, Any]:
+    """The content of a result file, of plain JSON types only."""
+    content = {
+        "provenance": provenance(command, settings.seed),
+        "settings": asdict(settings),
+        "rows": [asdict(row) for row in rows],
+    }
+    return json.loads(json.dumps(content))
+
+
+def write(path: Path, content: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")

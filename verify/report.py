@@ -1,0 +1,121 @@
+"""The support matrix: what the table says of every pool kind, and what running it showed here and now.
+
+Every entry is computed from `refimpl.support`; what is allowed on a CPU is also run and compared with the oracle.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+
+from refimpl import LAYOUTS, Refusal, support
+from refimpl.backends import registry
+from refimpl.support import BACKENDS, DIRECTIONS, PLATFORMS
+from verify import matrix, page
+from verify.toys import TOYS
+
+Status = Literal["pass", "fail", "not here", "refused"]
+STATUSES: tuple[Status, ...] = get_args(Status)
+
+MEANING: dict[Status, str] = {
+    "pass": "allowed, run just now, and every byte equals the oracle's",
+    "fail": "allowed, run just now, and wrong",
+    "not here": "allowed, but this run could not try it",
+    "refused": "refused when the pool is built, before memory is taken",
+}
+
+# What a row shows: one status for each.
+WAYS = tuple(itertools.product(PLATFORMS, DIRECTIONS))
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One cell of the support matrix. `reason` is empty where it passed."""
+
+    pool: str
+    layout: str
+    backend: str
+    platform: str
+    direction: str
+    status: Status
+    reason: str = ""
+
+
+def count(pools: Collection[str] = TOYS) -> int:
+    return len(pools) * len(LAYOUTS) * len(BACKENDS) * len(WAYS)
+
+
+def entries(pools: Collection[str] = TOYS) -> Iterator[Entry]:
+    """Every pool kind × layout × backend × platform × direction, in that order."""
+    for pool, layout, backend, (platform, direction) in itertools.product(pools, LAYOUTS, BACKENDS, WAYS):
+        yield Entry(pool, layout, backend, platform, direction, *verdict(pool, layout, backend, platform, direction))
+
+
+def verdict(
+    pool: str, layout: str, backend: str, platform: str, direction: str, run: Callable[..., None] = matrix.run
+) -> tuple[Status, str]:
+    """Status and reason of one entry; `run` proves a cell of the matrix or raises `Mismatch`."""
+    cell = matrix.Cell(pool, layout, backend, direction)
+    answer = support(cell.spec, layout, backend, direction, platform)
+    if isinstance(answer, Refusal):
+        return "refused", answer.reason
+    missing = registry.unavailable(backend)
+    if missing:
+        return "not here", missing
+    if platform != "cpu":
+        return "not here", "this run verifies on the CPU" if torch.cuda.is_available() else "no CUDA device is here"
+    try:
+        run(cell)
+    except matrix.Mismatch as wrong:
+        return "fail", str(wrong)
+    return "pass", ""
+
+
+def tally(found: list[Entry]) -> dict[Status, int]:
+    counts = Counter(entry.status for entry in found)
+    return {status: counts[status] for status in STATUSES}
+
+
+def as_page(found: list[Entry]) -> str:
+    """One section a pool kind, one row a layout and backend."""
+    meanings = [f"<b>{status}</b>: {MEANING[status]} ({number:,})" for status, number in tally(found).items()]
+    sections = [
+        page.details(f"<b>{pool}</b> {_counts(list(group))}", _pool_table([e for e in found if e.pool == pool]))
+        for pool, group in itertools.groupby(found, key=lambda entry: entry.pool)
+    ]
+    return page.page(
+        "Support matrix",
+        page.paragraph("Every kind of pool × host layout × backend, by platform and direction.", "soft"),
+        page.items(meanings),
+        *sections,
+    )
+
+
+def _counts(found: list[Entry]) -> str:
+    return ", ".join(f"{number} {status}" for status, number in tally(found).items() if number)
+
+
+def _pool_table(found: list[Entry]) -> str:
+    head = ["layout", "backend", *(f"{platform} {direction}" for platform, direction in WAYS), "reason"]
+    body = []
+    for (layout, backend), group in itertools.groupby(found, key=lambda entry: (entry.layout, entry.backend)):
+        row = list(group)
+        body.append([layout, backend, *(entry.status for entry in row), _reasons(row)])
+    return page.table(head, body, styles=STATUSES)
+
+
+def _reasons(row: list[Entry]) -> str:
+    """Each reason once, with the platforms it holds for unless it holds for all."""
+    platforms: dict[str, list[str]] = {}
+    for entry in row:
+        if entry.reason and entry.platform not in platforms.setdefault(entry.reason, []):
+            platforms[entry.reason].append(entry.platform)
+    everywhere = list(PLATFORMS)
+    return "; ".join(
+        reason if where == everywhere else f"{' and '.join(where)}: {reason}" for reason, where in platforms.items()
+    )
