@@ -1,0 +1,42 @@
+"""README and code say the same."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import pkgutil
+import re
+
+import pytest
+
+import refimpl
+import verify
+from verify import docs
+
+MODULES = [
+    module.name
+    for package in (refimpl, verify)
+    for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")
+    if "test_" not in module.name and "conftest" not in module.name and "__main__" not in module.name
+]
+
+
+def test_the_computed_parts_of_the_readme_are_current() -> None:
+    text = docs.README.read_text()
+    assert set(docs.COMPUTED) == set(name for _, name, _ in docs.MARKED.findall(text))
+    assert docs.rewritten(text) == text, "run `python -m verify docs`"
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_examples_in_docstrings_run(module: str) -> None:
+    failed, _ = doctest.testmod(importlib.import_module(module))
+    assert not failed
+
+
+def test_files_named_in_the_documents_exist() -> None:
+    root = docs.README.parent
+    for document in ("README.md", "ARCHITECTURE.md"):
+        for path in re.findall(r"`([\w./-]+/[\w./-]*\.\w+)`|\]\(([\w./-]+)\)", (root / document).read_text()):
+            name = next(filter(None, path))
+            if not name.startswith("srt/") and not name.startswith("out/"):
+                assert (root / name).exists(), f"{document} names {name}"
