@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from refimpl.backends.protocol import Backend
 from refimpl.indices import Items
@@ -11,21 +11,29 @@ from refimpl.receipt import Receipt
 
 
 class Transfer:
-    """Pages (or entries) on their way between a host and a device pool.
+    """Pages (or entries) on their way between a host and a device pool. It keeps the host pool alive, not open.
 
     Side states, which have no layer, are restored before the first layer of a load and written after the last layer of
     a backup.
     """
 
     def __init__(
-        self, backend: Backend, path: str, plan: Plan, items: Items, direction: str, layers: tuple[int, ...]
+        self,
+        backend: Backend,
+        path: str,
+        plan: Plan,
+        items: Items,
+        direction: str,
+        layers: tuple[int, ...],
+        require_open: Callable[[], None],
     ) -> None:
         self.path, self.direction, self.layers, self.items = path, direction, layers, items
-        self._backend, self._plan = backend, plan
+        self._backend, self._plan, self._require_open = backend, plan, require_open
         self.side_states_due = direction == "load"
 
     def run(self, layers: Sequence[int] | None = None) -> Receipt:
         """Move the given model layers (None: all). Layers that the pool does not own are skipped."""
+        self._require_open()
         if self.direction == "backup" and layers is not None:
             raise ValueError("a backup moves all layers in one run, got layers=" + repr(tuple(layers)))
         owned = self.layers if layers is None else tuple(i for i in layers if i in self.layers)
