@@ -35,19 +35,25 @@ class DevicePool:
         """A pool over existing buffers, one tensor per component and owned layer. Rows may be strided, not their lanes.
 
         Raises `ValueError` for a missing or extra buffer, another shape or element size, rows that are not packed,
-        buffers of unequal length (a draft layer shorter than its target, say), and overlapping rows.
+        buffers of unequal length (a draft layer shorter than its target, say), overlapping rows, and two buffers that
+        begin at the same byte.
         """
         names = [c.name for c in spec.components]
         if sorted(tensors) != sorted(names):
             raise ValueError(f"pool {spec.name!r} has components {names}, got buffers for {list(tensors)}")
-        lengths = {}
+        lengths: dict[str, int] = {}
+        begins: dict[int, str] = {}
         for c in spec.components:
             layers = spec.layers_of(c)
             if len(tensors[c.name]) != len(layers):
                 raise ValueError(f"{c.name}: {len(layers)} layers own rows, got {len(tensors[c.name])} buffers")
             for layer, tensor in zip(layers, tensors[c.name], strict=True):
-                _require_rows(f"{c.name} of layer {layer}", c, tensor)
-                lengths[f"{c.name} of layer {layer}"] = _pages(spec, c, tensor)
+                what = f"{c.name} of layer {layer}"
+                _require_rows(what, c, tensor)
+                lengths[what] = _pages(spec, c, tensor)
+                other = begins.setdefault(tensor.data_ptr(), what)
+                if tensor.numel() and other != what:
+                    raise ValueError(f"pool {spec.name!r}: {what} lies on the same bytes as {other}")
         if len(set(lengths.values())) > 1:
             raise ValueError(f"pool {spec.name!r}: all buffers must hold the same number of pages, got {lengths}")
         for c in spec.components:
