@@ -11,12 +11,14 @@ from verify.environment import ROOT, missing, requirements, split
 # The gpu12 extra has no counterpart: conda chooses the build of CuPy by cuda-version.
 EXTRAS = ("notebooks", "dev", "gpu")
 CONDA_NAMES = {"torch": "pytorch-gpu", "matplotlib": "matplotlib-base", "cupy-cuda13x": "cupy"}
-CONDA_ONLY = {"cuda-version", "gxx", "make"}  # pip takes these from the system, or from torch
+CONDA_ONLY = {"cuda-version", "gxx", "make", "pip"}  # pip takes these from the system, or from torch
 
 
 def conda() -> dict[str, str]:
-    lines = yaml.safe_load((ROOT / "environment.yml").read_text())["dependencies"]
-    return dict(map(split, lines))
+    """What environment.yml asks for, its pip section included."""
+    entries = yaml.safe_load((ROOT / "environment.yml").read_text())["dependencies"]
+    sections = [entry["pip"] if isinstance(entry, dict) else [entry] for entry in entries]
+    return dict(split(line) for section in sections for line in section)
 
 
 def test_conda_and_pip_name_the_same_packages():
