@@ -25,8 +25,10 @@ def pytest_report_header() -> str:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if config.getoption("--full"):
-        return
+    """Slow tests run under --full, GPU tests where there is a GPU; the rest always."""
+    unfit = {} if config.getoption("--full") else {"slow": "slow: runs under --full"}
+    unfit |= {} if torch.cuda.is_available() else {"gpu": "needs an NVIDIA GPU"}
     for item in items:
-        if "slow" in item.keywords:
-            item.add_marker(pytest.mark.skip(reason="slow: runs under --full"))
+        for marker, reason in unfit.items():
+            if marker in item.keywords:
+                item.add_marker(pytest.mark.skip(reason=reason))

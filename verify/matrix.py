@@ -1,8 +1,8 @@
 """The matrix: pool × layout × backend × direction, and how one cell of it is proven.
 
-A cell is either refused, as the support table says, before memory is taken; or every byte of its destination is compared:
-the rows that were asked for equal the oracle's, everything else, guard bands and gaps included, is still poison, and the
-source is unchanged. Bytes are compared, never numbers.
+A cell is either refused, as the support table says, before memory is taken; or every byte of its destination is
+compared: the rows that were asked for equal the oracle's, everything else, guard bands and gaps included, is still
+poison, and the source is unchanged. Bytes are compared, never numbers.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,7 +30,7 @@ DIRECTIONS = ("backup", "load", "layers", "round trip")
 ENTRY_DIRECTIONS = ("backup entries", "load entries")
 
 # Axes beyond pool, layout and backend. 64 pages are the capacity of staging: 63 to 129 are its edges.
-AXES: dict[str, tuple] = {
+AXES: dict[str, tuple[Any, ...]] = {
     "direction": DIRECTIONS + ENTRY_DIRECTIONS,
     "pages": (1, 2, 63, 64, 65, 127, 128, 129),
     "page_size": (1, 16, 64, 256),
@@ -55,6 +56,7 @@ class Cell:
     start: str = "aligned"
     index_dtype: str = "int64"
     turn: int | None = None  # round of the fill; None: every round
+    device: str = "cpu"
 
     @property
     def spec(self) -> PoolSpec:
@@ -64,7 +66,8 @@ class Cell:
         kind = f"{self.pool}-{self.layout}-{self.backend}-{self.direction}"
         rest = f"n{self.pages}-p{self.page_size}-{self.pattern}-{self.rows}-{self.start}-{self.index_dtype}"
         turn = "" if self.turn is None else f"-round{self.turn}"
-        return f"{kind}-{rest}{turn}".replace(" ", "_")
+        where = "" if self.device == "cpu" else f"-{self.device}"
+        return f"{kind}-{rest}{turn}{where}".replace(" ", "_")
 
 
 class Mismatch(AssertionError):
@@ -142,7 +145,7 @@ class Trial:
         self.host_memory, self.expected_memory = GuardedMemory(shift), GuardedMemory(shift)
         self.host = HostPool(spec, cell.layout, cell.pages + 2, cell.backend, memory=self.host_memory)
         self.expected_host = HostPool(spec, cell.layout, cell.pages + 2, memory=self.expected_memory)
-        self.device = GuardedDevice(spec, cell.pages + 3, gap, shift)
+        self.device = GuardedDevice(spec, cell.pages + 3, gap, shift, cell.device)
         self.expected_device = GuardedDevice(spec, cell.pages + 3, gap, shift)
 
     def run(self) -> None:
@@ -190,7 +193,7 @@ class Trial:
         elsewhere = (device + page_size) % (pages * page_size)
         if len(torch.unique(elsewhere)) == len(elsewhere):
             self.host.load_all(self.device.pool, host, elsewhere)
-            saved, restored = (t.numpy()[::page_size] // page_size for t in (device, elsewhere))
+            saved, restored = (t.cpu().numpy()[::page_size] // page_size for t in (device, elsewhere))
             for c in self.spec.components:
                 for layer in self.spec.layers_of(c):
                     rows = torch.from_numpy(fill.layer_bytes(self.spec, pages, c.name, layer, self.turn)[saved])
@@ -223,7 +226,8 @@ class Trial:
     def _indices(self, direction: str) -> tuple[torch.Tensor, torch.Tensor]:
         """Token slots of the pages to move: destination pages distinct, by the cell's pattern on both sides."""
         host, device = self._numbers(direction, self.cell.pages, self.host.num_pages, self.device.pool.num_pages)
-        return tuple(slots_of(pages, self.spec.page_size).to(self._index_dtype) for pages in (host, device))  # type: ignore[return-value]
+        slots = [slots_of(pages, self.spec.page_size).to(self._index_dtype) for pages in (host, device)]
+        return slots[0], slots[1].to(self.cell.device)
 
     def _entries(self, direction: str) -> tuple[torch.Tensor, torch.Tensor]:
         """Entries to move: about half of those of the cell's pages."""
@@ -231,7 +235,7 @@ class Trial:
         wanted = max(self.cell.pages * per_page // 2, 1)
         limits = self.host.num_pages * per_page, self.device.pool.num_pages * per_page
         host, device = self._numbers(direction, min(wanted, 300), *limits)
-        return tuple(torch.from_numpy(n).to(self._index_dtype) for n in (host, device))  # type: ignore[return-value]
+        return tuple(torch.from_numpy(n).to(self._index_dtype) for n in (host, device))  # pyright: ignore[reportReturnType]
 
     def _numbers(self, direction: str, count: int, host_limit: int, device_limit: int) -> tuple[np.ndarray, np.ndarray]:
         seed = np.random.default_rng(count)
@@ -292,8 +296,8 @@ def _named(word: np.ndarray, spec: PoolSpec, num_pages: int) -> str:
 
 def _image(pool: HostBuffers | DevicePool, component: str, layer: int | None) -> np.ndarray:
     image = fill.host_image if isinstance(pool, HostBuffers) else fill.device_image
-    return image(pool, component, layer)  # type: ignore[arg-type]
+    return image(pool, component, layer)  # pyright: ignore[reportArgumentType]
 
 
 def _equal(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
-    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+    return all(torch.equal(x.cpu(), y.cpu()) for x, y in zip(a, b, strict=True))

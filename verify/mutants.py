@@ -104,7 +104,9 @@ def _run_tests(folder: Path, tests: tuple[str, ...] | list[str]) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Run every mutant (or those of `--only TEXT`), print the survivors and the score."""
-    parser = argparse.ArgumentParser(prog="python -m verify mutants", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m verify mutants", description="Run every mutant, print the survivors and the score."
+    )
     parser.add_argument("--only", default="", metavar="TEXT", help="mutants whose fault or file contains TEXT")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     options = parser.parse_args(argv)

@@ -6,6 +6,7 @@ is backed up to host page 1, and a dot is poison. Nobody may make these strings 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import pytest
@@ -25,55 +26,55 @@ class Page:
     """Rows of device page 0, `{(component, layer): letters}`, and the host tensors expected in each layout."""
 
     spec: PoolSpec
-    rows: dict[tuple[str, int | None], str]
+    rows: Mapping[tuple[str, int | None], str]
     layouts: dict[str, list[str]]
 
 
 # K of layer 0 is "ab" (heads 0 and 1 of token 0) then "cd" (token 1); layer 1 "ef", "gh"; V the same in capitals.
-HEADS = {("k", 0): "abcd", ("k", 1): "efgh", ("v", 0): "ABCD", ("v", 1): "EFGH"}
+HEADS: dict[tuple[str, int | None], str] = {("k", 0): "abcd", ("k", 1): "efgh", ("v", 0): "ABCD", ("v", 1): "EFGH"}
 
 PAGES: dict[str, Page] = {
     "mha": Page(
         presets.mha(layers=2, heads=2, head_dim=1, dtype=BYTE, page_size=2),
         HEADS,
         {
-            "layer_first": ["....abcd" "....efgh" "....ABCD" "....EFGH"],
-            "page_first": ["........" "abefcdgh" "........" "ABEFCDGH"],
-            "page_first_direct": ["........" "abcdefgh" "........" "ABCDEFGH"],
-            "page_head": ["........" "aecgbfdh" "........" "AECGBFDH"],
-            "page_unified": ["................" "abcdABCDefghEFGH"],
+            "layer_first": ["....abcd....efgh....ABCD....EFGH"],
+            "page_first": ["........abefcdgh........ABEFCDGH"],
+            "page_first_direct": ["........abcdefgh........ABCDEFGH"],
+            "page_head": ["........aecgbfdh........AECGBFDH"],
+            "page_unified": ["................abcdABCDefghEFGH"],
         },
     ),
     "mha in two head groups": Page(
         presets.mha(layers=2, heads=2, head_dim=1, dtype=BYTE, page_size=2, head_groups=2),
         HEADS,
         {
-            "layer_first": ["....abcd" "....efgh" "....ABCD" "....EFGH"],
-            "page_first": ["........" "abefcdgh" "........" "ABEFCDGH"],
-            "page_first_direct": ["........" "abcdefgh" "........" "ABCDEFGH"],
-            "page_head": ["........" "aecgbfdh" "........" "AECGBFDH"],
-            "page_unified": ["................" "acACegEG" "bdBDfhFH"],
+            "layer_first": ["....abcd....efgh....ABCD....EFGH"],
+            "page_first": ["........abefcdgh........ABEFCDGH"],
+            "page_first_direct": ["........abcdefgh........ABCDEFGH"],
+            "page_head": ["........aecgbfdh........AECGBFDH"],
+            "page_unified": ["................acACegEGbdBDfhFH"],
         },
     ),
     "mha with V narrower than K": Page(
         presets.mha(layers=2, heads=1, head_dim=2, dtype=BYTE, page_size=2, v_head_dim=1),
         {("k", 0): "abcd", ("k", 1): "efgh", ("v", 0): "AB", ("v", 1): "CD"},
         {
-            "layer_first": ["....abcd" "....efgh", "..AB..CD"],
-            "page_first": ["........" "abefcdgh", "....ACBD"],
-            "page_first_direct": ["........" "abcdefgh", "....ABCD"],
-            "page_head": ["........" "abefcdgh", "....ACBD"],
+            "layer_first": ["....abcd....efgh", "..AB..CD"],
+            "page_first": ["........abefcdgh", "....ACBD"],
+            "page_first_direct": ["........abcdefgh", "....ABCD"],
+            "page_head": ["........abefcdgh", "....ACBD"],
         },
     ),
     "mha, K only": Page(
         presets.mha_k_only(layers=2, heads=2, head_dim=1, dtype=BYTE, page_size=2),
         {("k", 0): "abcd", ("k", 1): "efgh"},
         {
-            "layer_first": ["....abcd" "....efgh"],
-            "page_first": ["........" "abefcdgh"],
-            "page_first_direct": ["........" "abcdefgh"],
-            "page_head": ["........" "aecgbfdh"],
-            "page_unified": ["........" "abcdefgh"],
+            "layer_first": ["....abcd....efgh"],
+            "page_first": ["........abefcdgh"],
+            "page_first_direct": ["........abcdefgh"],
+            "page_head": ["........aecgbfdh"],
+            "page_unified": ["........abcdefgh"],
         },
     ),
     "mha with scales": Page(
@@ -89,21 +90,21 @@ PAGES: dict[str, Page] = {
             ("v_scale", 1): "78",
         },
         {
-            "layer_first": ["....abcd" "....efgh" "....ABCD" "....EFGH", "..12..34", "..56..78"],
-            "page_first": ["........" "abefcdgh" "........" "ABEFCDGH", "....1324", "....5768"],
-            "page_first_direct": ["........" "abcdefgh" "........" "ABCDEFGH", "....1234", "....5678"],
-            "page_head": ["........" "abefcdgh" "........" "ABEFCDGH", "....1324", "....5768"],
+            "layer_first": ["....abcd....efgh....ABCD....EFGH", "..12..34", "..56..78"],
+            "page_first": ["........abefcdgh........ABEFCDGH", "....1324", "....5768"],
+            "page_first_direct": ["........abcdefgh........ABCDEFGH", "....1234", "....5678"],
+            "page_head": ["........abefcdgh........ABEFCDGH", "....1324", "....5768"],
         },
     ),
     "mla": Page(
         presets.mla(layers=2, latent_dim=3, dtype=BYTE, page_size=2, split=(2, 1)),
         {("latent", 0): "abcdef", ("latent", 1): "ghijkl"},
         {
-            "layer_first": ["......abcdef" "......ghijkl"],
-            "page_first": ["............" "abcghidefjkl"],
-            "page_first_direct": ["............" "abcdefghijkl"],
-            "page_unified": ["............" "abcdefghijkl"],
-            "page_first_kv_split": ["........" "abdeghjk", "....cfil"],
+            "layer_first": ["......abcdef......ghijkl"],
+            "page_first": ["............abcghidefjkl"],
+            "page_first_direct": ["............abcdefghijkl"],
+            "page_unified": ["............abcdefghijkl"],
+            "page_first_kv_split": ["........abdeghjk", "....cfil"],
         },
     ),
     "mla with index keys of one layer": Page(
@@ -115,10 +116,10 @@ PAGES: dict[str, Page] = {
         ),
         {("latent", 0): "abcdef", ("latent", 1): "ghijkl", ("index_k", 1): "xy"},
         {
-            "layer_first": ["......abcdef" "......ghijkl", "..xy"],
-            "page_first": ["............" "abcghidefjkl", "..xy"],
-            "page_first_direct": ["............" "abcdefghijkl", "..xy"],
-            "page_first_kv_split": ["........" "abdeghjk", "....cfil", "..xy"],
+            "layer_first": ["......abcdef......ghijkl", "..xy"],
+            "page_first": ["............abcghidefjkl", "..xy"],
+            "page_first_direct": ["............abcdefghijkl", "..xy"],
+            "page_first_kv_split": ["........abdeghjk", "....cfil", "..xy"],
         },
     ),
     # Values "ab", scales "AB", padding "p": one row a page, layers 1 and 3.
@@ -127,9 +128,9 @@ PAGES: dict[str, Page] = {
         {("c4", 1): "abABp", ("c4", 3): "cdCDq"},
         {
             "layer_first": [".....abABp", ".....cdCDq"],
-            "page_first": [".........." "abABpcdCDq"],
-            "page_first_direct": [".........." "abABpcdCDq"],
-            "page_unified": [".........." "abABpcdCDq"],
+            "page_first": ["..........abABpcdCDq"],
+            "page_first_direct": ["..........abABpcdCDq"],
+            "page_unified": ["..........abABpcdCDq"],
         },
     ),
     "v4 state rings": Page(
@@ -137,19 +138,19 @@ PAGES: dict[str, Page] = {
         {("c4_state", 1): "abcd", ("c4_state", 3): "efgh"},
         {
             "layer_first": ["....abcd", "....efgh"],
-            "page_first": ["........" "abcdefgh"],
-            "page_first_direct": ["........" "abcdefgh"],
-            "page_unified": ["........" "abcdefgh"],
+            "page_first": ["........abcdefgh"],
+            "page_first_direct": ["........abcdefgh"],
+            "page_unified": ["........abcdefgh"],
         },
     ),
     "dsa index pages": Page(
         presets.dsa_indexer((0, 2), head_dim=1, quant_block=4, page_size=2),
         {("index_k", 0): "abAB", ("index_k", 2): "cdCD"},
         {
-            "layer_first": ["....abAB" "....cdCD"],
-            "page_first": ["........" "abABcdCD"],
-            "page_first_direct": ["........" "abABcdCD"],
-            "page_unified": ["........" "abABcdCD"],
+            "layer_first": ["....abAB....cdCD"],
+            "page_first": ["........abABcdCD"],
+            "page_first_direct": ["........abABcdCD"],
+            "page_unified": ["........abABcdCD"],
         },
     ),
     "mamba states": Page(
@@ -217,8 +218,8 @@ def test_a_page_written_by_hand_is_read_back(kind: str, layout: str, mover: str)
     ("layout", "expected"),
     [
         ("layer_first", [".....b.B..", ".....d.D.."]),
-        ("page_first", [".........." "b.B..d.D.."]),
-        ("page_first_direct", [".........." "b.B..d.D.."]),
+        ("page_first", ["..........b.B..d.D.."]),
+        ("page_first_direct", ["..........b.B..d.D.."]),
     ],
 )
 def test_a_single_entry_is_its_value_and_its_scale(layout: str, expected: list[str], mover: str) -> None:

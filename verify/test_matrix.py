@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
@@ -43,6 +44,16 @@ def test_the_number_of_cells_is_what_it_was() -> None:
     counts = Counter("allowed" if matrix.refusal(*pair) is None else "refused" for pair in matrix.pairs())
     assert counts == {"allowed": 784, "refused": 320}
     assert len(matrix.covered()) == 2232
+
+
+ON_GPU = [replace(cell, device="cuda") for cell in matrix.complete() if cell.backend == "torch"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cell", ON_GPU, ids=str)
+def test_device_pools_on_a_gpu(cell: Cell) -> None:
+    """Backend torch reaches any device; device indices are on the GPU too."""
+    matrix.run(cell)
 
 
 @pytest.mark.slow
