@@ -1,11 +1,11 @@
 """What the bytes of a test pool say: each word names the place it was written to.
 
-A row is cut into words of four bytes; all words of a pool are numbered through (component, layer, page, token, head, word),
-and a word holds its own number in base 251, digits 1 to 251. So no two words are alike, and no byte is 0x00 or 0xFF, which
-are left for poison: a byte that was not written, or one that was written by mistake, always shows.
+A row is cut into words of four bytes; all words of a pool are numbered through (component, layer, page, token, head,
+word), and a word holds its own number in base 251, digits 1 to 251. So no two words are alike, and no byte is 0x00 or
+0xFF, which are left for poison: a byte that was not written, or one that was written by mistake, always shows.
 
-A tail of k < 4 bytes cannot hold four digits. It shows k of them in each *round*; the rounds together show all four, and a
-test that needs certainty runs every round (`rounds`).
+A tail of k < 4 bytes cannot hold four digits. It shows k of them in each *round*; the rounds together show all four,
+and a test that needs certainty runs every round (`rounds`).
 """
 
 from __future__ import annotations

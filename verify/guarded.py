@@ -1,4 +1,4 @@
-"""Test memory: every buffer lies between guard bands, begins where it is told to, and may have gaps between its rows."""
+"""Test memory: buffers between guard bands, that begin where they are told to, with gaps between rows if wanted."""
 
 from __future__ import annotations
 

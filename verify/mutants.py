@@ -1,7 +1,8 @@
 """How strong the suite is: faults built into the shipped code one at a time, each of which a named test must catch.
 
-A mutant is (file, exact text, new text, what must kill it); the table is `mutants.toml`. Each is applied to a copy of the
-packages and its killers are run on that copy. A text that is not found exactly once is an error: the table follows the code.
+A mutant is (file, exact text, new text, what must kill it); the table is `mutants.toml`. Each is applied to a copy of
+the packages and its killers are run on that copy. A text that is not found exactly once is an error: the table
+follows the code.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ MODULES = [
 
 def test_the_computed_parts_of_the_readme_are_current() -> None:
     text = docs.README.read_text()
-    assert set(docs.COMPUTED) == set(name for _, name, _ in docs.MARKED.findall(text))
+    assert set(docs.COMPUTED) == {name for _, name, _ in docs.MARKED.findall(text)}
     assert docs.rewritten(text) == text, "run `python -m verify docs`"
 
 

@@ -1,7 +1,7 @@
 """One tiny page in every layout and pool kind, with the expected bytes written out by hand.
 
-This pins the table of axis orders that oracle and plan share. Every byte is a letter: device page 0 holds the letters, it
-is backed up to host page 1, and a dot is poison. Nobody may make these strings follow the code.
+This pins the table of axis orders that oracle and plan share. Every byte is a letter: device page 0 holds the
+letters, it is backed up to host page 1, and a dot is poison. Nobody may make these strings follow the code.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The toy pools of the suite: every kind of pool, small enough to check every byte of it thousands of times.
 
-Each is a function of the page size. Rows are chosen to be awkward: widths that are no multiple of 16, 8, 4 or 2, layers that
-own nothing, padding, components of several dtypes.
+Each is a function of the page size. Rows are chosen to be awkward: widths that are no multiple of 16, 8, 4 or 2,
+layers that own nothing, padding, components of several dtypes.
 """
 
 from __future__ import annotations
