@@ -13,7 +13,7 @@ from numba.core import cgutils, types
 from numba.extending import intrinsic
 
 from refimpl.indices import Items
-from refimpl.plan import Loop, Move, Plan
+from refimpl.plan import Loop, Move, Plan, Side
 from refimpl.receipt import Receipt
 
 MAX_LOOPS = 3  # token, head group, head: a plan nests no more
@@ -26,15 +26,15 @@ class NumbaBackend:
     def execute(self, plan: Plan, layers: tuple[int | None, ...], items: Items, direction: str) -> Receipt:
         receipt = Receipt("numba")
         for move, positions in _by_move(plan, layers):
-            host = np.array([move.host.starts[at] for at in positions])
-            device = np.array([move.device.starts[at] for at in positions])
-            host_items, device_items = move.offsets(move.host, items.host), move.offsets(move.device, items.device)
+            order = "F" if _keeps_page_together(move) else "C"
+            host = _starts(move, move.host, positions, items.host).ravel(order)
+            device = _starts(move, move.device, positions, items.device).ravel(order)
             counts, host_steps, device_steps = _loops(move.loops)
             with _one_at_a_time:
                 if direction == "backup":
-                    copy_runs(host, device, host_items, device_items, counts, host_steps, device_steps, move.run)
+                    copy_runs(host, device, counts, host_steps, device_steps, move.run)
                 else:
-                    copy_runs(device, host, device_items, host_items, counts, device_steps, host_steps, move.run)
+                    copy_runs(device, host, counts, device_steps, host_steps, move.run)
             runs = len(positions) * len(items) * move.runs_per_item
             receipt += Receipt("numba", runs * move.run, runs)
         return receipt
@@ -57,27 +57,16 @@ def copy_bytes(typingctx: Any, to: Any, source: Any, nbytes: Any) -> Any:
 
 @njit(parallel=True, nogil=True, cache=True)
 def copy_runs(
-    to: np.ndarray,
-    source: np.ndarray,
-    to_items: np.ndarray,
-    source_items: np.ndarray,
-    counts: np.ndarray,
-    to_steps: np.ndarray,
-    source_steps: np.ndarray,
-    run: int,
+    to: np.ndarray, source: np.ndarray, counts: np.ndarray, to_steps: np.ndarray, source_steps: np.ndarray, run: int
 ) -> None:
-    """Copy `run` bytes for every layer, item and step of three nested loops. All arrays int64, addresses in bytes."""
-    items = len(to_items)
-    for i in prange(len(to) * items):
-        layer, item = i // items, i % items
-        to_item = to[layer] + to_items[item]
-        source_item = source[layer] + source_items[item]
+    """Copy `run` bytes from every start and step of three nested loops. All arrays int64, addresses in bytes."""
+    for i in prange(len(to)):
         for a in range(counts[0]):
             for b in range(counts[1]):
                 for c in range(counts[2]):
                     copy_bytes(  # pyright: ignore[reportCallIssue] - numba supplies the typing context
-                        to_item + a * to_steps[0] + b * to_steps[1] + c * to_steps[2],
-                        source_item + a * source_steps[0] + b * source_steps[1] + c * source_steps[2],
+                        to[i] + a * to_steps[0] + b * to_steps[1] + c * to_steps[2],
+                        source[i] + a * source_steps[0] + b * source_steps[1] + c * source_steps[2],
                         run,
                     )
 
@@ -86,6 +75,17 @@ def _by_move(plan: Plan, layers: tuple[int | None, ...]) -> list[tuple[Move, lis
     """Each move with all its layers at once: the loops run over layers and items together."""
     positions = [(move, [move.layers.index(layer) for layer in layers if layer in move.layers]) for move in plan.moves]
     return [(move, at) for move, at in positions if at]
+
+
+def _starts(move: Move, side: Side, positions: list[int], items: np.ndarray) -> np.ndarray:
+    """Address of every item in every layer, `[layer, item]`."""
+    return np.array(side.starts)[positions, None] + move.offsets(side, items)
+
+
+def _keeps_page_together(move: Move) -> bool:
+    """Whether the host's layers lie inside a page: then page after page is the order that walks through its memory."""
+    first, second = (*move.host.starts, 0, 0)[:2]
+    return len(move.layers) > 1 and 0 < second - first < move.host.page
 
 
 def _loops(loops: Sequence[Loop]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
