@@ -1,0 +1,435 @@
+"""Tables and drawings that the notebooks share. What is drawn is read from real pools; nothing is decided here."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path.append(str(HERE.parent))  # a checkout works without being installed
+
+import matplotlib.pyplot as plt  # noqa: E402
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+from matplotlib.axes import Axes  # noqa: E402
+from matplotlib.figure import Figure  # noqa: E402
+from matplotlib.lines import Line2D  # noqa: E402
+from matplotlib.patches import ConnectionPatch, Polygon, Rectangle  # noqa: E402
+
+from refimpl import LAYOUTS, DevicePool, HostPool, PoolSpec, oracle, plan, slots_of, support  # noqa: E402
+from refimpl.device_pool import row_shape  # noqa: E402
+from refimpl.plan import Move, Plan  # noqa: E402
+from refimpl.support import BACKENDS, DIRECTIONS  # noqa: E402
+from verify import fill  # noqa: E402
+
+plt.style.use(HERE / "kv.mplstyle")
+
+PLATFORMS = {"cpu": "CPU", "cuda": "GPU"}
+# Light enough for black text, and apart from one another in grey too.
+LAYER_COLOURS = ("#FFF7D6", "#A9D8F2", "#DE9B72")
+OTHER = "#F4F4F4"
+# Layout names as headings of narrow columns.
+HEADINGS = {name: name.replace("page_first_", "page_first\n_") for name in LAYOUTS}
+MARKERS = dict(zip(LAYOUTS, ("o", "s", "^", "D", "v", "x"), strict=True))
+COLOURS = dict(zip(LAYOUTS, ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00"), strict=True))
+
+
+# ---- text
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+    """Print a table, numbers with separators and to the right. A heading may have several lines."""
+    stacked = [name.split("\n") for name in header]
+    height = max(map(len, stacked))
+    heads = [["", *[""] * (height - len(lines) - 1), *lines][-height:] for lines in stacked]
+    text = [[f"{c:,}" if isinstance(c, int) else str(c) for c in row] for row in rows]
+    right = [all(isinstance(row[i], int) for row in rows) for i in range(len(header))]
+    columns = [[*head, *(line[i] for line in text)] for i, head in enumerate(heads)]
+    widths = [max(map(len, column)) for column in columns]
+    for number, line in enumerate(zip(*columns, strict=True)):
+        if number == height:
+            print("  ".join("-" * w for w in widths))
+        print("  ".join(c.rjust(w) if r else c.ljust(w) for c, w, r in zip(line, widths, right, strict=True)).rstrip())
+
+
+def size(nbytes: int) -> str:
+    """Exact bytes for a reader: `960 B`, `2 KiB`, `1.5 MiB`, but `37,440 B`."""
+    for unit, step in (("MiB", 2**20), ("KiB", 2**10)):
+        if nbytes >= step and nbytes * 10 % step == 0:
+            return f"{nbytes / step:,.1f}".removesuffix(".0") + f" {unit}"
+    return f"{nbytes:,} B"
+
+
+def digest(*arrays: np.ndarray | torch.Tensor | Sequence[object]) -> str:
+    """Twelve hex digits of the SHA-256 of all bytes, in order. Pictures are not compared by CI; this is."""
+    sha = hashlib.sha256()
+    for array in arrays:
+        if isinstance(array, torch.Tensor):
+            array = array.contiguous().reshape(-1).view(torch.uint8).numpy()
+        sha.update(array.tobytes() if isinstance(array, np.ndarray) else repr(array).encode())
+    return sha.hexdigest()[:12]
+
+
+def tensors(host: HostPool) -> list[torch.Tensor]:
+    """Every host tensor, in storage order, as upstream shapes it."""
+    held = host.kv_buffer
+    return held if isinstance(held, list) else [held]
+
+
+def raw(host: HostPool) -> list[np.ndarray]:
+    """The bytes of every host tensor, in memory order."""
+    return [t.reshape(-1).view(torch.uint8).numpy() for t in tensors(host)]
+
+
+def layers(pool: DevicePool) -> Iterator[tuple[str, int | None]]:
+    """Component and layer of every buffer of a device pool (layer None: a side state)."""
+    return ((c.name, layer) for c in pool.spec.components for layer in pool.spec.layers_of(c))
+
+
+def differing(a: HostPool, b: HostPool) -> int:
+    """Bytes of host memory in which two pools of one layout differ."""
+    return sum(int((x != y).sum()) for x, y in zip(raw(a), raw(b), strict=True))
+
+
+def page_digest(pool: HostPool, pages: Sequence[int]) -> str:
+    """Checksum of pages in their canonical form, which no layout changes."""
+    return digest(*(rows for page in pages for rows in pool.page(int(page)).values()))
+
+
+# ---- the support table
+
+
+def support_rows(spec: PoolSpec, profile: str = "reference") -> tuple[list[list[str]], dict[str, str]]:
+    """Layout × backend: the platforms on which both directions work, or the letter of a reason; and the reasons."""
+    letters: dict[str, str] = {}
+    rows = []
+    for layout in LAYOUTS:
+        row = [layout]
+        for backend, reach in BACKENDS.items():
+            answers = {p: [support(spec, layout, backend, d, p, profile) for d in DIRECTIONS] for p in reach}
+            allowed = [PLATFORMS[p] for p, both in answers.items() if all(both)]
+            refused = [a.reason for both in answers.values() for a in both if not a]
+            if not allowed:
+                letters.setdefault(refused[0], f"({chr(ord('a') + len(letters))})")
+            row.append(" ".join(allowed) or letters[refused[0]])
+        rows.append(row)
+    return rows, {letter: reason for reason, letter in letters.items()}
+
+
+def show_support(specs: dict[str, PoolSpec]) -> None:
+    """The table of every pool, pools with equal tables together; reasons in the words of the first of them."""
+    alike: dict[str, list[str]] = {}
+    for name, spec in specs.items():
+        alike.setdefault(repr(support_rows(spec)[0]), []).append(name)
+    for names in alike.values():
+        rows, reasons = support_rows(specs[names[0]])
+        print(f"pool {', '.join(names)}\n")
+        table(["layout", *BACKENDS], rows)
+        for letter, reason in reasons.items():
+            print(f"{letter} {reason}")
+        print()
+
+
+# ---- where bytes lie
+
+
+def labelled(spec: PoolSpec, layout: str, num_pages: int) -> HostPool:
+    """A host pool whose every word names its place, put there by the oracle."""
+    device, host = DevicePool(spec, num_pages), HostPool(spec, layout, num_pages)
+    fill.fill_device(device)
+    slots = slots_of(list(range(num_pages)), spec.page_size)
+    oracle.backup(host, device, slots, slots)
+    return host
+
+
+def places(host: HostPool) -> list[list[fill.Place | None]]:
+    """What each word of each host tensor says of itself, read from raw memory."""
+    return [
+        [fill.place(host.spec, host.num_pages, fill.number(word)) for word in memory.reshape(-1, fill.WORD)]
+        for memory in raw(host)
+    ]
+
+
+def ranges(wanted: np.ndarray) -> list[tuple[int, int]]:
+    """`(first, length)` of each range of true values."""
+    edges = np.flatnonzero(np.diff(np.concatenate(([0], np.asarray(wanted, np.int8), [0]))))
+    return [(int(a), int(b - a)) for a, b in edges.reshape(-1, 2)]
+
+
+def marked_ranges(
+    spec: PoolSpec,
+    layout: str,
+    components: Sequence[str],
+    layers: slice = slice(None),
+    tokens: slice = slice(None),
+    heads: slice = slice(None),
+    lanes: slice = slice(None),
+    scale: int = 1,
+) -> list[int]:
+    """Lengths in bytes of the contiguous ranges that a selection of page 1 (of 3) takes in host memory.
+
+    The selection is marked on the device, the oracle backs it up, and raw host memory is searched for marks. A byte of
+    the pool stands for `scale` bytes, so that a real geometry can be looked at in a small pool.
+    """
+    device, host = DevicePool(spec, 3), HostPool(spec, layout, 3)
+    for component in components:
+        for layer in spec.layers_of(spec.component(component))[layers]:
+            device.view(component, layer)[1].flatten(1, 2)[tokens, heads, lanes].view(torch.uint8).fill_(1)
+    slots = slots_of([0, 1, 2], spec.page_size)
+    oracle.backup(host, device, slots, slots)
+    return [length * scale for memory in raw(host) for _, length in ranges(memory == 1)]
+
+
+def counted(lengths: Sequence[int]) -> str:
+    """`4 × 8 B` for four ranges of eight bytes."""
+    return " + ".join(f"{lengths.count(n):,} × {size(n)}" for n in sorted(set(lengths), reverse=True))
+
+
+# ---- plans
+
+
+def plan_of(spec: PoolSpec, layout: str, single_entries: bool = False) -> Plan:
+    """The plan between two pools of one page. No byte of either is touched, so real models cost no memory."""
+    buffers = {
+        c.name: [torch.empty(spec.tokens_per_page(c), *row_shape(c), dtype=c.dtype) for _ in spec.layers_of(c)]
+        for c in spec.components
+    }
+    return plan(HostPool(spec, layout, 1), DevicePool.wrap(spec, buffers), single_entries)
+
+
+def allowed_layouts(spec: PoolSpec) -> list[str]:
+    return [layout for layout in LAYOUTS if support(spec, layout, "torch", "backup")]
+
+
+def show_move(move: Move) -> None:
+    """A move as the loop nest that a backend runs."""
+    print(f"{move.component}:  for each of {len(move.layers)} layers (a table of {len(move.layers)} starts a side)")
+    print(f"  for each page:       host += {move.host.page:,} B   device += {move.device.page:,} B")
+    for depth, loop in enumerate(move.loops):
+        indent = "  " * (depth + 2)
+        print(f"{indent}for {loop.count} steps:".ljust(22), f"host += {loop.host:,} B   device += {loop.device:,} B")
+    print("  " * (len(move.loops) + 2) + f"copy {move.run:,} B")
+
+
+def run_facts(spec: PoolSpec, layout: str) -> dict[str, tuple[list[int], int]]:
+    """Component -> run bytes of its moves, and runs that one page takes over all layers."""
+    facts: dict[str, tuple[list[int], int]] = {}
+    for move in plan_of(spec, layout).moves:
+        runs, count = facts.get(move.component, ([], 0))
+        facts[move.component] = ([*runs, move.run], count + move.runs_per_item * len(move.layers))
+    return facts
+
+
+def runs_of(
+    spec: PoolSpec, layout: str, component: str, layer: int, page: int
+) -> tuple[np.ndarray, np.ndarray, int, int, int]:
+    """The runs of one layer of a page, in pools of two pages whose component lies in one host tensor.
+
+    First bytes on the host and on the device, bytes of each run, then the bytes of the host tensor and of the device
+    buffer that these offsets count in.
+    """
+    host, device = HostPool(spec, layout, 2), DevicePool(spec, 2)
+    of_component = Plan(tuple(move for move in plan(host, device).moves if move.component == component))
+    ((to, source, run),) = of_component.runs(np.array([page]), np.array([page]), (layer,))
+    (memory,), buffer = tensors(host), device.buffer(component, layer)
+    return to - memory.data_ptr(), source - buffer.data_ptr(), run, memory.nbytes, buffer.nbytes
+
+
+# ---- drawings
+
+
+def draw_page(host: HostPool, page: int, line: int) -> Figure:
+    """Host memory, `line` words to a line, each tensor by itself; the words of one page say what they are."""
+    held = places(host)
+    lines = [-(-len(words) // line) for words in held]
+    figure, axes = plt.subplots(
+        len(held), 1, squeeze=False, figsize=(9.6, 0.44 * sum(lines) + 0.75 * len(held) + 0.35), height_ratios=lines
+    )
+    for tensor, (ax, words) in enumerate(zip(axes[:, 0], held, strict=True)):
+        mine = np.array([place is not None and place.page == page for place in words])
+        for at, place in enumerate(words):
+            _draw_word(ax, at % line, at // line, place if mine[at] else None)
+        for first, length in ranges(mine):
+            _frame(ax, first, first + length, line)
+        name = f" (tensor {tensor + 1} of {len(held)})" if len(held) > 1 else ""
+        found = counted([length * fill.WORD for _, length in ranges(mine)])
+        ax.set_title(f"{host.layout}{name}: page {page} is {found}", fontsize=10)
+        _memory_axes(ax, line, lines[tensor])
+    axes[-1, 0].set_xlabel("byte within the line", fontsize=8)
+    return figure
+
+
+def _draw_word(ax: Axes, x: int, y: int, place: fill.Place | None) -> None:
+    colour = OTHER if place is None else LAYER_COLOURS[place.layer]
+    ax.add_patch(Rectangle((x, y), 1, 1, facecolor=colour, edgecolor="#999999", lw=0.5))
+    if place is None:
+        return
+    if place.component == "v":
+        ax.add_patch(Rectangle((x, y + 0.8), 1, 0.2, facecolor="white", edgecolor="#444444", lw=0.4, hatch="//////"))
+    kind = {"k": "K", "v": "V"}.get(place.component, "")
+    last = f"h{place.head}" if kind else f"w{place.word}"
+    ax.text(x + 0.5, y + 0.4, f"L{place.layer} {kind}\nt{place.token} {last}", ha="center", va="center", fontsize=6.4)
+
+
+def _frame(ax: Axes, first: int, end: int, line: int) -> None:
+    """A thick line around a range of words; open where the range goes on in the next line."""
+    thick = {"color": "black", "lw": 2.4, "ls": "-", "marker": "", "clip_on": False, "solid_capstyle": "projecting"}
+    for at in range(first, end):
+        y, x = divmod(at, line)
+        if at - line < first:
+            ax.plot((x, x + 1), (y, y), **thick)
+        if at + line >= end:
+            ax.plot((x, x + 1), (y + 1, y + 1), **thick)
+        for edge, x_edge in ((first, x), (end - 1, x + 1)):
+            if at == edge:
+                ax.plot((x_edge, x_edge), (y, y + 1), **thick)
+
+
+def _memory_axes(ax: Axes, line: int, lines: int) -> None:
+    ax.set(xlim=(0, line), ylim=(lines, 0))
+    ax.grid(False)
+    ax.spines[:].set_visible(False)
+    step = 4 if line % 4 == 0 else 3
+    ax.set_xticks(range(0, line + 1, step), [str(x * fill.WORD) for x in range(0, line + 1, step)], fontsize=8)
+    ax.set_yticks([y + 0.5 for y in range(lines)], [str(y * line * fill.WORD) for y in range(lines)], fontsize=8)
+    ax.set_ylabel("line's first byte", fontsize=8)
+    ax.tick_params(length=2)
+
+
+def draw_key() -> Figure:
+    """How to read `draw_page`."""
+    figure, ax = plt.subplots(figsize=(9.6, 0.75))
+    ax.set(xlim=(0, 24), ylim=(1.05, -0.05))
+    ax.axis("off")
+    samples = [
+        (fill.Place("k", 0, 1, 2, 1, 0), "layer 0, K,\ntoken 2, head 1"),
+        (fill.Place("k", 1, 1, 0, 0, 0), "layer 1, K"),
+        (fill.Place("k", 2, 1, 0, 0, 0), "layer 2, K"),
+        (fill.Place("v", 0, 1, 0, 0, 0), "hatched foot:\nV instead of K"),
+        (None, "another page"),
+    ]
+    for i, (place, text) in enumerate(samples):
+        x = (0, 5.2, 9.2, 13.2, 18)[i]
+        _draw_word(ax, x, 0, place)
+        ax.text(x + 1.2, 0.5, text, va="center", fontsize=8.5)
+    return figure
+
+
+def draw_row(spec: PoolSpec, entry_ranges: Sequence[tuple[int, int]], zoom: int) -> Figure:
+    """A page row and its segments, to scale, and its last `zoom` bytes enlarged; `entry_ranges` are filled."""
+    (row,) = spec.components
+    segments, padding = row.segments, row.row_bytes - sum(s.entries * s.bytes for s in row.segments)
+    figure, (top, bottom) = plt.subplots(2, 1, figsize=(9.6, 3.8))
+    for ax, first in ((top, 0), (bottom, row.row_bytes - zoom)):
+        begin = 0
+        for segment, colour in zip(segments, LAYER_COLOURS, strict=False):
+            edges = {"edgecolor": "#777777", "lw": 0.4 if segment.bytes > (row.row_bytes - first) / 300 else 0}
+            for x in range(begin, begin + segment.entries * segment.bytes, segment.bytes):
+                ax.add_patch(Rectangle((x, 0), segment.bytes, 1, facecolor=colour, **edges))
+            begin += segment.entries * segment.bytes
+        ax.add_patch(Rectangle((begin, 0), padding, 1, facecolor="white", hatch="xxx" if ax is bottom else "", lw=0.6))
+        for x, length in entry_ranges:
+            ax.add_patch(Rectangle((x, 0), length, 1, facecolor="black", lw=0))
+        ax.add_patch(Rectangle((0, 0), row.row_bytes, 1, fill=False, lw=1.2))
+        ax.set(xlim=(first, row.row_bytes), ylim=(-0.02, 1.02), yticks=[])
+        ax.spines[:].set_visible(False)
+        ax.grid(False)
+        ax.xaxis.set_major_formatter(lambda x, _: f"{x:,.0f}")
+    figure.get_layout_engine().set(hspace=0.14)
+    top.xaxis.tick_top()
+    top.set_title(
+        f"{spec.name}: one page row of {row.row_bytes:,} B, above, and the last {zoom:,} B of it", fontsize=10
+    )
+    bottom.set_xlabel("byte of the row", fontsize=9)
+    for x in (row.row_bytes - zoom, row.row_bytes):
+        ends = {"xyA": (x, 0), "coordsA": top.transData, "xyB": (x, 1), "coordsB": bottom.transData}
+        figure.add_artist(ConnectionPatch(**ends, color="#555555", ls=":", lw=1))
+    looks = [(LAYER_COLOURS[0], ""), (LAYER_COLOURS[1], ""), ("white", "xxx"), ("black", "")]
+    shapes = [Rectangle((0, 0), 1, 1, facecolor=c, edgecolor="#777777", lw=0.6, hatch=h) for c, h in looks]
+    values, scales = (f"{s.entries} × {s.bytes} B" for s in segments)
+    names = [f"values, {values}", f"scales, {scales}", f"padding, {padding} B", "one entry: a value and its scale"]
+    figure.legend(shapes, names, ncols=4, loc="outside lower center")
+    return figure
+
+
+def draw_runs(spec: PoolSpec, layouts: Sequence[str], component: str, layer: int, page: int) -> Figure:
+    """The runs of one layer of one page: from its device buffer (above) to host memory (below), layout by layout."""
+    figure, axes = plt.subplots(len(layouts), 1, figsize=(9.6, 1.5 * len(layouts)), sharex=True)
+    for ax, layout in zip(axes, layouts, strict=True):
+        to, source, run, host_bytes, device_bytes = runs_of(spec, layout, component, layer, page)
+        _strip(ax, 2.2, device_bytes)
+        _strip(ax, 0, host_bytes)
+        for number, (a, b) in enumerate(zip(to.tolist(), source.tolist(), strict=True)):
+            look = {"facecolor": LAYER_COLOURS[1 + number % 2], "edgecolor": "black", "lw": 0.7}
+            ax.add_patch(Rectangle((a, 0), run, 0.6, **look))
+            ax.add_patch(Rectangle((b, 2.2), run, 0.6, **look))
+            corners = [(a, 0.6), (a + run, 0.6), (b + run, 2.2), (b, 2.2)]
+            ax.add_patch(Polygon(corners, facecolor=look["facecolor"], edgecolor="#555555", lw=0.3, alpha=0.45))
+        ax.set_title(f"{layout}: {len(to)} × {run} B", fontsize=10)
+        ax.set(ylim=(-0.15, 2.95), yticks=[0.3, 2.5], yticklabels=["host", "device"])
+        ax.spines[:].set_visible(False)
+        ax.grid(False)
+    for ax in axes[:-1]:
+        ax.tick_params(axis="x", length=0)
+    axes[-1].set_xlabel("byte of the buffer", fontsize=9)
+    return figure
+
+
+def _strip(ax: Axes, y: float, nbytes: int) -> None:
+    ax.add_patch(Rectangle((0, y), nbytes, 0.6, facecolor=OTHER, edgecolor="#777777", lw=0.6))
+    ax.set_xlim(-2, max(ax.get_xlim()[1], nbytes + 2))
+
+
+def _as_bytes(x: float, _: object) -> str:
+    return size(int(x))
+
+
+def _as_count(x: float, _: object) -> str:
+    return f"{x:,.0f}"
+
+
+def draw_dots(labels: Sequence[str], panels: dict[str, list[list[tuple[str, int]]]]) -> Figure:
+    """One band per label; in it one line per layout, a mark for each of its values, on a log scale per panel."""
+    figure, axes = plt.subplots(1, len(panels), figsize=(9.6, 0.7 * len(labels) + 1.3), sharey=True)
+    for ax, (unit, bands) in zip(axes, panels.items(), strict=True):
+        for band, marks in enumerate(bands):
+            for layout, value in marks:
+                y = band + (LAYOUTS.index(layout) - 2.5) / 6.8
+                ax.plot(value, y, marker=MARKERS[layout], color=COLOURS[layout], ls="", ms=5, mew=1.3)
+            if band:
+                ax.axhline(band - 0.5, color="#888888", lw=0.6)
+        ax.set(xscale="log", xlabel=unit, ylim=(len(labels) - 0.5, -0.5))
+        ax.set_xscale("log", base=2)
+        ax.xaxis.set_major_formatter(_as_bytes if "byte" in unit else _as_count)
+        ax.set_yticks(range(len(labels)), labels)
+        ax.grid(axis="y", visible=False)
+        ax.tick_params(axis="y", length=0)
+        ax.tick_params(axis="x", labelsize=8)
+    shown = sorted({layout for bands in panels.values() for marks in bands for layout, _ in marks}, key=LAYOUTS.index)
+    keys = [Line2D([], [], marker=MARKERS[n], color=COLOURS[n], ls="", ms=5, mew=1.3, label=n) for n in shown]
+    figure.legend(handles=keys, ncols=6, loc="outside lower center", fontsize=9, columnspacing=1.2, handletextpad=0.2)
+    return figure
+
+
+def draw_shares(blocks: np.ndarray, shares: dict[str, list[float]], compared: tuple[int, int]) -> Figure:
+    """Percentage of words in each block, from the end of the one before; and the words that were compared."""
+    figure, ax = plt.subplots(figsize=(8, 3.6))
+    for (name, share), width in zip(shares.items(), (2.6, 1.8), strict=True):
+        ax.plot(blocks, share, drawstyle="steps-pre", marker="", lw=width, label=f"tell {name}")
+    ax.axvspan(
+        *compared,
+        facecolor="#EEEEEE",
+        edgecolor="#999999",
+        hatch="//",
+        lw=0.5,
+        label="words compared, in rows of any width",
+        zorder=0,
+    )
+    ax.set_xscale("log", base=2)
+    ax.set_xticks(blocks[::2], [f"{n:,}" for n in blocks[::2]], fontsize=8)
+    ax.minorticks_off()
+    ax.set(xlabel="word of the buffer", ylabel="words that differ, %")
+    ax.legend(loc="lower left")
+    return figure
