@@ -18,7 +18,7 @@ from matplotlib.figure import Figure  # noqa: E402
 from matplotlib.lines import Line2D  # noqa: E402
 from matplotlib.patches import ConnectionPatch, Polygon, Rectangle  # noqa: E402
 
-from refimpl import LAYOUTS, DevicePool, HostPool, PoolSpec, oracle, plan, slots_of, support  # noqa: E402
+from refimpl import LAYOUTS, DevicePool, HostPool, PoolSpec, oracle, plan, presets, slots_of, support  # noqa: E402
 from refimpl.device_pool import row_shape  # noqa: E402
 from refimpl.plan import Move, Plan  # noqa: E402
 from refimpl.support import BACKENDS, DIRECTIONS  # noqa: E402
@@ -261,6 +261,25 @@ def draw_page(host: HostPool, page: int, line: int) -> Figure:
     return figure
 
 
+def draw_overview() -> Figure:
+    """The README's picture: page 1 of a pool of two pages, in one strip of memory for each layout that MHA has."""
+    tiny = presets.mha(layers=2, heads=2, head_dim=4, dtype=torch.uint8, page_size=2)
+    layouts = allowed_layouts(tiny)
+    figure, axes = plt.subplots(len(layouts), 1, figsize=(12.8, 0.86 * len(layouts)))
+    for ax, layout in zip(axes, layouts, strict=True):
+        (words,) = places(labelled(tiny, layout, 2))
+        mine = np.array([place is not None and place.page == 1 for place in words])
+        for at, place in enumerate(words):
+            _draw_word(ax, at, 0, place if mine[at] else None)
+        for first, length in ranges(mine):
+            _frame(ax, first, first + length, len(words))
+        ax.set(xlim=(0, len(words)), ylim=(1, 0), xticks=[], yticks=[])
+        ax.grid(False)
+        ax.spines[:].set_visible(False)
+        ax.set_title(f"{layout}: {counted([length * fill.WORD for _, length in ranges(mine)])}", fontsize=10)
+    return figure
+
+
 def _draw_word(ax: Axes, x: int, y: int, place: fill.Place | None) -> None:
     colour = OTHER if place is None else LAYER_COLOURS[place.layer]
     ax.add_patch(Rectangle((x, y), 1, 1, facecolor=colour, edgecolor="#999999", lw=0.5))
@@ -433,3 +452,7 @@ def draw_shares(blocks: np.ndarray, shares: dict[str, list[float]], compared: tu
     ax.set(xlabel="word of the buffer", ylabel="words that differ, %")
     ax.legend(loc="lower left")
     return figure
+
+
+if __name__ == "__main__":
+    draw_overview().savefig(HERE / "figures/layouts.svg", metadata={"Date": None, "Creator": None})

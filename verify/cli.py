@@ -41,6 +41,8 @@ def _parser() -> argparse.ArgumentParser:
     run_parser.set_defaults(command=run, parser=run_parser)
     report_parser = commands.add_parser("report", help="write the support matrix as a page")
     report_parser.set_defaults(command=report)
+    docs_parser = commands.add_parser("docs", help="write the computed parts of README.md anew")
+    docs_parser.set_defaults(command=docs)
     for command in (run_parser, report_parser):
         command.add_argument("--out", type=Path, default=OUT, metavar="FOLDER", help="default: %(default)s")
     return parser
@@ -84,6 +86,14 @@ def report(args: argparse.Namespace) -> int:
         print(f"{number:6,} {status}: {support_report.MEANING[status]}")
     print(f"{target}: every cell with its reason")
     return int(counts["fail"] > 0)
+
+
+def docs(args: argparse.Namespace) -> int:
+    """README.md in step with the code."""
+    from verify import docs as computed
+
+    computed.README.write_text(computed.rewritten(computed.README.read_text()))
+    return 0
 
 
 def _for_notebooks(args: argparse.Namespace) -> dict[str, str]:

@@ -55,8 +55,3 @@ COMPUTED = {"support": support_table}
 def rewritten(text: str) -> str:
     """README with every computed part made anew."""
     return MARKED.sub(lambda part: part[1] + COMPUTED[part[2]]() + part[3], text)
-
-
-def main() -> int:
-    README.write_text(rewritten(README.read_text()))
-    return 0
