@@ -27,11 +27,11 @@ import sys
 
 sys.path.append("notebooks")  # found there when the notebook runs in the repository's root
 
-MODEL = os.environ.get("MODEL", "llama-3.1-8b")
-PAGE_SIZE = int(os.environ.get("PAGE_SIZE", 0)) or None  # tokens a page; None: what the model's servers use
-PAGES = int(os.environ.get("PAGES", 4))  # pages of each pool, on either side
-LAYOUT = os.environ.get("LAYOUT", "page_first")
-BACKEND = os.environ.get("BACKEND", "torch")
+MODEL = os.environ.get("MODEL") or "llama-3.1-8b"
+PAGE_SIZE = int(os.environ.get("PAGE_SIZE") or 0) or None  # tokens a page; None: what the model's servers use
+PAGES = int(os.environ.get("PAGES") or 4)  # pages of each pool, on either side
+LAYOUT = os.environ.get("LAYOUT") or "page_first"
+BACKEND = os.environ.get("BACKEND") or "torch"
 
 # %% [markdown]
 # ## A model is a handful of pools, and a pool is data
