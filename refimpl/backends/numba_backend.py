@@ -8,6 +8,7 @@ from typing import Any
 
 import numba
 import numpy as np
+from llvmlite import ir
 from numba import njit, prange
 from numba.core import cgutils, types
 from numba.extending import intrinsic
@@ -17,6 +18,12 @@ from refimpl.plan import Loop, Move, Plan, Side
 from refimpl.receipt import Receipt
 
 MAX_LOOPS = 3  # token, head group, head: a plan nests no more
+PARTS = 64  # of a copy, divided between the threads
+
+# Runs from this length on bypass the caches, line by line: an ordinary store first reads the line that it is about to
+# overwrite, half as much traffic again. Part of a line would cost more than that, so memcpy takes what is outside.
+STREAM_FROM = 256
+LINE = 64
 
 # numba's own thread pool ("workqueue") runs one parallel region at a time; the other pools need no lock.
 _one_at_a_time = threading.Lock()
@@ -55,20 +62,59 @@ def copy_bytes(typingctx: Any, to: Any, source: Any, nbytes: Any) -> Any:
     return types.void(types.int64, types.int64, types.int64), generate  # what numba wants of an intrinsic
 
 
+@intrinsic
+def stream_line(typingctx: Any, to: Any, source: Any) -> Any:
+    """Copy one line with stores that bypass the caches; `to` is its address. Visible to others after `fence`."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        line = ir.VectorType(ir.IntType(64), LINE // 8).as_pointer()
+        to, source = (builder.inttoptr(address, line) for address in args)
+        store = builder.store(builder.load(source, align=1), to, align=LINE)
+        store.set_metadata("nontemporal", builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)]))
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), generate
+
+
+@intrinsic
+def fence(typingctx: Any) -> Any:
+    """Streaming stores before it come before whatever follows."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        builder.fence("seq_cst")
+        return context.get_dummy_value()
+
+    return types.void(), generate
+
+
+@njit(nogil=True, cache=True)
+def stream_bytes(to: int, source: int, nbytes: int) -> None:
+    """memcpy by streaming stores, but for what lies outside whole lines of the destination."""
+    at = -to % LINE
+    copy_bytes(to, source, at)  # pyright: ignore[reportCallIssue] - numba supplies the typing context
+    while at + LINE <= nbytes:
+        stream_line(to + at, source + at)  # pyright: ignore[reportCallIssue]
+        at += LINE
+    copy_bytes(to + at, source + at, nbytes - at)  # pyright: ignore[reportCallIssue]
+
+
 @njit(parallel=True, nogil=True, cache=True)
 def copy_runs(
     to: np.ndarray, source: np.ndarray, counts: np.ndarray, to_steps: np.ndarray, source_steps: np.ndarray, run: int
 ) -> None:
     """Copy `run` bytes from every start and step of three nested loops. All arrays int64, addresses in bytes."""
-    for i in prange(len(to)):
-        for a in range(counts[0]):
-            for b in range(counts[1]):
-                for c in range(counts[2]):
-                    copy_bytes(  # pyright: ignore[reportCallIssue] - numba supplies the typing context
-                        to[i] + a * to_steps[0] + b * to_steps[1] + c * to_steps[2],
-                        source[i] + a * source_steps[0] + b * source_steps[1] + c * source_steps[2],
-                        run,
-                    )
+    for part in prange(PARTS):
+        for i in range(len(to) * part // PARTS, len(to) * (part + 1) // PARTS):
+            for a in range(counts[0]):
+                for b in range(counts[1]):
+                    for c in range(counts[2]):
+                        t = to[i] + a * to_steps[0] + b * to_steps[1] + c * to_steps[2]
+                        s = source[i] + a * source_steps[0] + b * source_steps[1] + c * source_steps[2]
+                        if run < STREAM_FROM:
+                            copy_bytes(t, s, run)  # pyright: ignore[reportCallIssue]
+                        else:
+                            stream_bytes(t, s, run)
+        fence()  # pyright: ignore[reportCallIssue]
 
 
 def _by_move(plan: Plan, layers: tuple[int | None, ...]) -> list[tuple[Move, list[int]]]:
