@@ -28,7 +28,7 @@ import sys
 sys.path.append("notebooks")  # found there when the notebook runs in the repository's root
 
 MODEL = os.environ.get("MODEL") or "llama-3.1-8b"
-PAGE_SIZE = int(os.environ.get("PAGE_SIZE") or 0) or None  # tokens a page; None: what the model's servers use
+PAGE_SIZE = int(os.environ.get("PAGE_SIZE") or 0) or None  # tokens a page; None: as its preset has it
 PAGES = int(os.environ.get("PAGES") or 4)  # pages of each pool, on either side
 LAYOUT = os.environ.get("LAYOUT") or "page_first"
 BACKEND = os.environ.get("BACKEND") or "torch"
@@ -36,7 +36,7 @@ BACKEND = os.environ.get("BACKEND") or "torch"
 # %% [markdown]
 # ## A model is a handful of pools, and a pool is data
 #
-# A pool groups *components* that share one list of indices: K and V, a latent, a recurrent state. Each component says how wide a row is, what a row belongs to (a token, a page, a state slot) and which layers own one. Nothing else in this repository knows about model families: every layout, backend and test follows from these lines.
+# A pool groups *components* that share one list of indices: K and V, a latent, a recurrent state. Each component says how wide a row is, what a row belongs to (a token, a page, a state slot) and which layers own one. Every layout, backend and test follows from these lines, so a new model family needs no code of its own.
 
 # %%
 import book
