@@ -350,6 +350,7 @@ def test_threads_that_book_and_release_leave_everything() -> None:
                 continue
             assert budget.available == 3, "only one of them can have 7"
             budget.release("shared name", 7)
+            assert budget.available in (3, 10)
 
     run_together(work)
     assert budget.available == 10
