@@ -9,6 +9,10 @@ import torch
 from refimpl.geometry import Component, PoolSpec
 
 
+# Index units of a wrapped pool that stores nothing: it has no buffer to count them in, and nothing can go wrong.
+UNLIMITED = 2**62
+
+
 class DevicePool:
     """Per-layer device buffers of a pool.
 
@@ -65,7 +69,8 @@ class DevicePool:
             raise ValueError(f"pool {spec.name!r}: buffers lie on several devices: {sorted(map(str, devices))}")
         pool = cls.__new__(cls)
         stored = {c.name: [_as_stored(c, t) for t in tensors[c.name]] for c in spec.components}
-        pool._adopt(spec, stored, next(iter(lengths.values()), 0), next(iter(devices), torch.device("cpu")))
+        num_pages = next(iter(lengths.values()), UNLIMITED // spec.page_size)
+        pool._adopt(spec, stored, num_pages, next(iter(devices), torch.device("cpu")))
         return pool
 
     def _adopt(
