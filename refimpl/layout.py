@@ -188,7 +188,7 @@ def byte_offset(
 def upstream_shape(buffer: Buffer, family: str, layout: str) -> tuple[int, ...]:
     """The shape in which SGLang's pools present the same bytes.
 
-    They merge page and token where the two are neighbours, drop axes of one pool kind and keep others of length 1.
+    They merge page and token, and groups and heads, where the two are neighbours, and drop some axes of length 1.
     Source: `srt/mem_cache/pool_host/*.py`, `srt/mem_cache/memory_pool_host.py` (0.5.23).
     """
     row = buffer.components[0]
@@ -196,6 +196,10 @@ def upstream_shape(buffer: Buffer, family: str, layout: str) -> tuple[int, ...]:
     for axis, extent in zip(buffer.axes, buffer.shape, strict=True):
         if axis == "token" and row.unit == "token" and layout in ("layer_first", "page_first"):
             shape[-1] *= extent
+        elif axis == "group" and layout != "page_unified":
+            continue  # one axis with the heads, which are its neighbours
+        elif axis == "head" and layout != "page_unified" and row.heads is not None:
+            shape.append(row.heads)
         elif axis == "lane":
             shape += row.row_shape if buffer.first_lane == 0 and extent == row.lanes else (extent,)
         elif extent > 1 or axis in _kept_axes(row, family, layout, len(buffer.components)):

@@ -145,7 +145,7 @@ def _reference(spec: PoolSpec, layout: str, backend: str, platform: str) -> Path
         return Refusal(rule.reason.format(rows=", ".join(rows)))
     if platform not in BACKENDS[backend]:
         return Refusal(f"{backend} moves bytes to and from {' or '.join(BACKENDS[backend])} memory, not {platform}")
-    scattered = [b.components[0].name for b in buffers(spec, layout, 1) if not b.keeps_page_together]
+    scattered = [c.name for b in buffers(spec, layout, 1) if not b.keeps_page_together for c in b.components]
     if backend == "staged" and scattered:
         return Refusal(f"staged copies whole pages, and {layout} scatters a page of {', '.join(scattered)} over layers")
     return Path(backend)
