@@ -247,4 +247,7 @@ def _buffer(
 
 
 def _rows_alike(a: Component, b: Component) -> bool:
-    return (a.dtype, a.row_shape, a.heads, a.unit, a.layers) == (b.dtype, b.row_shape, b.heads, b.unit, b.layers)
+    def kind(c: Component) -> tuple[object, ...]:
+        return c.dtype, c.row_shape, c.heads, c.unit, c.layers, c.side
+
+    return kind(a) == kind(b)
