@@ -154,7 +154,7 @@ class HostBuffers:
         """The page that begins at slot `index`, flat, as bytes in storage order (so it depends on the layout)."""
         page = self._page_at(index)
         slices = [
-            tensor.select(buffer.axes.index("page"), page).reshape(-1).view(torch.uint8)
+            tensor.select(buffer.axes.index("page"), page).contiguous().reshape(-1).view(torch.uint8)
             for buffer, tensors in self.storage
             for tensor in tensors
         ]
