@@ -58,7 +58,8 @@ class Component:
                 raise ValueError(f"component {self.name!r}: {rule}")
 
         require(self.unit in UNITS, f"unit must be one of {UNITS}, got {self.unit!r}")
-        require(min(self.row_shape, default=0) >= 0, f"dim must not be negative, got {self.dim}")
+        require(self.row_shape != (), "dim needs an axis; a single number per row has dim=1")
+        require(min(self.row_shape) >= 0, f"dim must not be negative, got {self.dim}")
         require(self.heads is None or self.heads >= 1, f"heads must be at least 1 or None, got {self.heads}")
         require(self.heads is None or self.unit == "token", f"only token rows have heads, this is a {self.unit} row")
         require(not self.split or sum(self.split) == self.lanes, f"split {self.split} must sum to {self.lanes} lanes")
