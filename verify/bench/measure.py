@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -39,6 +40,9 @@ from verify.bench.record import Cell, PlainCopy, Row, Timing
 POISON = 0xA5
 SPARE_PAGES = 1  # moved by nobody: they must keep their poison
 
+Indices = tuple[torch.Tensor, torch.Tensor]  # token slots of the host, and of the device
+Sides = tuple[list[torch.Tensor], list[torch.Tensor]]  # all bytes of the host, and of the device
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -54,9 +58,9 @@ class Settings:
     layouts: tuple[str, ...]
     backends: tuple[str, ...]
     pages: int | None = None
-    payload_bytes: int = 32 << 20
+    payload_bytes: int = 16 << 20
     seconds: float = 0.3
-    rounds: tuple[int, int] = (5, 25)
+    rounds: tuple[int, int] = (3, 25)
     seed: int = 0
 
     def pages_of(self, spec: PoolSpec) -> int:
@@ -83,9 +87,7 @@ def rows(settings: Settings) -> Iterator[Row]:
     wanted = pools(settings.models)
     stretch = Stretch(max(settings.pages_of(spec) * spec.page_bytes for _, spec in wanted))
     for model, spec in wanted:
-        bench = PoolBench(model, spec, settings, stretch)
-        for layout in settings.layouts:
-            yield from bench.rows(layout)
+        yield from PoolBench(model, spec, settings, stretch).rows()
 
 
 class PoolBench:
@@ -101,7 +103,11 @@ class PoolBench:
             tensor.copy_(torch.from_numpy(self.random.integers(0, 256, tensor.numel(), np.uint8)))
         self.devices: dict[str, DevicePool] = {}
 
-    def rows(self, layout: str) -> Iterator[Row]:
+    def rows(self) -> Iterator[Row]:
+        for layout in self.settings.layouts:
+            yield from self._rows_of(layout)
+
+    def _rows_of(self, layout: str) -> Iterator[Row]:
         """Backup, then load of what the backup wrote."""
         refusals = {backend: self._refusal(layout, backend) for backend in self.settings.backends}
         hosts = {b: HostPool(self.spec, layout, self.num_pages, b) for b, reason in refusals.items() if not reason}
@@ -132,22 +138,24 @@ class PoolBench:
     def _measure(self, row: Row, sides: dict[str, tuple[HostPool, DevicePool]], stored: HostBuffers) -> None:
         """Fill in a row. `stored` holds what host pools must hold: written by a backup, read by a load."""
         at = self._scattered(), self._scattered()
-        if row.direction == "backup":
-            wipe(host_tensors(stored))
-            oracle.backup(stored, self.source, *at)
-            expected = (host_tensors(stored), device_tensors(self.source))
-        else:
-            loaded = DevicePool(self.spec, self.num_pages)
-            wipe(device_tensors(loaded))
-            oracle.load(stored, loaded, *at)
-            expected = (host_tensors(stored), device_tensors(loaded))
-        runners = {}
-        for backend, (host, device) in sides.items():
-            runner = Runner(host, device, row.direction, at, expected)
-            runner.fill(stored, self.source)
-            runners[backend] = runner
+        with one_thread():
+            expected = self._expected(row.direction, stored, at)
+            runners = {b: Runner(host, device, row.direction, at, expected) for b, (host, device) in sides.items()}
+            for runner in runners.values():
+                runner.fill(stored, self.source)
         time_row(row, runners, self.stretch, self.settings)
         row.runs = runs(*next(iter(sides.values())), row.pages)
+
+    def _expected(self, direction: str, stored: HostBuffers, at: Indices) -> Sides:
+        """What the oracle makes of both sides; the side that it writes was poison before."""
+        if direction == "backup":
+            wipe(host_tensors(stored))
+            oracle.backup(stored, self.source, *at)
+            return host_tensors(stored), device_tensors(self.source)
+        loaded = DevicePool(self.spec, self.num_pages)
+        wipe(device_tensors(loaded))
+        oracle.load(stored, loaded, *at)
+        return host_tensors(stored), device_tensors(loaded)
 
 
 class Runner:
@@ -158,8 +166,8 @@ class Runner:
         host: HostPool,
         device: DevicePool,
         direction: str,
-        at: tuple[torch.Tensor, torch.Tensor],
-        expected: tuple[list[torch.Tensor], list[torch.Tensor]],
+        at: Indices,
+        expected: Sides,
     ) -> None:
         self.host, self.device, self.direction, self.at, self.expected = host, device, direction, at, expected
         self.check_s = 0.0
@@ -198,26 +206,21 @@ class Runner:
 
 
 def time_row(row: Row, runners: dict[str, Runner], stretch: Stretch, settings: Settings) -> None:
-    """Verify, warm up, poison, take turns, verify. A backend that is wrong at first is not timed."""
-    faults = {}
-    for backend, runner in runners.items():
-        receipt = runner.run()
-        faults[backend] = runner.fault()
-        if not faults[backend] and receipt.bytes != row.payload_bytes:
-            faults[backend] = f"the receipt says {receipt.bytes:,} bytes, {row.payload_bytes:,} were to move"
-        runner.poison()  # so that the second proof is about the timed runs
+    """Verify, poison, take turns, verify. A backend that is wrong at first is not timed."""
+    with one_thread():
+        faults = {backend: first_fault(runner, row.payload_bytes) for backend, runner in runners.items()}
     plain = stretch.copies(row.payload_bytes, row.direction)
     for warm_up in plain.values():
         warm_up()
     timed = {f"backend {b}": runner.seconds for b, runner in runners.items() if not faults[b]}
     timed |= {name: partial(seconds, copy) for name, copy in plain.items()}
-    samples = take_turns(timed, settings)
-    timings = {name: Timing(taken) for name, taken in samples.items()}
+    timings = {name: Timing(taken) for name, taken in take_turns(timed, settings).items()}
     row.copies = [PlainCopy(name, threads(name), timings[name]) for name in plain]
     ceiling = min(row.copies, key=lambda c: c.timing.median_s)
     row.ceiling = ceiling.name
     for backend, runner in runners.items():
-        fault = faults[backend] or runner.fault()
+        with one_thread():
+            fault = faults[backend] or runner.fault()
         if fault:
             row.cells.append(Cell(backend, "wrong", fault))
             continue
@@ -225,6 +228,16 @@ def time_row(row: Row, runners: dict[str, Runner], stretch: Stretch, settings: S
         speed = row.payload_bytes / timing.median_s / 1e9
         percent = 100 * ceiling.timing.median_s / timing.median_s
         row.cells.append(Cell(backend, "measured", "", runner.check_s, timing, speed, percent))
+
+
+def first_fault(runner: Runner, payload_bytes: int) -> str:
+    """What is wrong after one run, which also warms up. Poison again: the second proof is about the timed runs."""
+    receipt = runner.run()
+    fault = runner.fault()
+    runner.poison()
+    if not fault and receipt.bytes != payload_bytes:
+        return f"the receipt says {receipt.bytes:,} bytes, {payload_bytes:,} were to move"
+    return fault
 
 
 def take_turns(timed: dict[str, Callable[[], float]], settings: Settings) -> dict[str, list[float]]:
@@ -239,6 +252,17 @@ def take_turns(timed: dict[str, Callable[[], float]], settings: Settings) -> dic
         for name in random.permutation(list(timed)):
             samples[name].append(timed[name]())
     return samples
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """For what is not timed: torch's threads wait for one another, at length where other programs are busy."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def seconds(call: Callable[[], object]) -> float:

@@ -26,7 +26,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         "--pages", type=positive, metavar="N", help="pages that move in every pool; overrides --payload"
     )
     parser.add_argument(
-        "--payload", type=nbytes, default=32 << 20, metavar="SIZE", help="bytes that move, 32MiB if not given"
+        "--payload", type=nbytes, default=16 << 20, metavar="SIZE", help="bytes that move, 16MiB if not given"
     )
     parser.add_argument(
         "--layouts", type=one_of("layout", LAYOUTS), default=LAYOUTS, metavar="L,L", help=listed(LAYOUTS)
