@@ -38,7 +38,7 @@ verify: $(READY) ## everything that must hold: lint, types, notebooks, tests, mu
 	$(LINT)
 	$(PY) -m verify.notebooks check
 	$(PY) -m verify.notebooks nbval
-	$(PY) -m pytest -n auto --maxprocesses 8 --dist worksteal $(FULL)
+	$(PY) -m pytest --timeout 600 -n auto --maxprocesses 8 --dist worksteal $(FULL)
 	$(PY) -m verify mutants
 
 verify-full: ## the same with every combination and every slow test
