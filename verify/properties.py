@@ -1,7 +1,4 @@
-"""How hard property tests try. The same examples every time: a failure comes back when the test is run again.
-
-`pytest --hypothesis-profile=full` tries harder, as `--full` does.
-"""
+"""How hard property tests try. The same examples every time: a failure comes back when the test is run again."""
 
 from hypothesis import HealthCheck, settings
 
@@ -13,5 +10,12 @@ settings.register_profile(
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow],
 )
-settings.register_profile("full", settings.get_profile("suite"), max_examples=2000, stateful_step_count=100)
-settings.load_profile("suite")
+settings.register_profile("full", settings.get_profile("suite"), max_examples=1000, stateful_step_count=100)
+
+
+def try_hard(full: bool) -> None:
+    """Before tests are collected: many examples, or enough for every day."""
+    settings.load_profile("full" if full else "suite")
+
+
+try_hard(full=False)
