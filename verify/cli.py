@@ -30,7 +30,7 @@ def main(argv: list[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     from verify.bench import options
 
-    parser = argparse.ArgumentParser(prog="python -m verify", description=__doc__)
+    parser = options.Parser(prog="python -m verify", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     commands.add_parser("mutants", help="how strong the suite is: every built-in fault must be caught")
     run_parser = commands.add_parser("run", help="execute the notebooks, measure and print the matrix")

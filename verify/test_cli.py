@@ -32,7 +32,7 @@ def test_a_mistake_ends_in_one_line(arguments: list[str], error: str, capsys: py
     with pytest.raises(SystemExit) as stopped:
         cli.main(["run", *arguments])
     assert stopped.value.code == 2
-    *_, line = capsys.readouterr().err.splitlines()
+    (line,) = capsys.readouterr().err.splitlines()
     assert error in line
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from verify.bench.provenance import command_line
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m verify.bench", description=__doc__)
+    parser = options.Parser(prog="python -m verify.bench", description=__doc__)
     options.add(parser)
     parser.add_argument("--out", type=Path, metavar="FILE.json", help="write all samples to this file")
     args = parser.parse_args()

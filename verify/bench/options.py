@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Callable, Iterable
+from typing import NoReturn
 
 import psutil
 
@@ -14,6 +15,13 @@ from verify.bench.measure import Settings, memory_needed
 
 DEFAULT_MODELS = ("llama-3.1-8b", "deepseek-v3", "deepseek-v4-flash", "qwen3-next")
 UNITS = {"": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+
+
+class Parser(argparse.ArgumentParser):
+    """Mistakes are told in one line, without the usage before it."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}\n")
 
 
 def add(parser: argparse.ArgumentParser) -> None:
