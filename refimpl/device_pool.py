@@ -8,7 +8,6 @@ import torch
 
 from refimpl.geometry import Component, PoolSpec
 
-
 # Index units of a wrapped pool that stores nothing: it has no buffer to count them in, and nothing can go wrong.
 UNLIMITED = 2**62
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 
 import numba
@@ -11,8 +10,6 @@ import torch
 
 # The suite runs one process a core; threads of its own would only get in each other's way.
 torch.set_num_threads(1)
-# numba's spin while they wait, unless this is set before its first parallel loop.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

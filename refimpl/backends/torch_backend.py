@@ -31,11 +31,12 @@ class TorchBackend:
 
 
 def strided(move: Move, side: Side, at: int, loop_strides: list[int]) -> torch.Tensor:
-    """Bytes of one side of a move in layer number `at`: `[page, (entry,) *loops, run]`."""
+    """Bytes of one side of a move in layer number `at`: `[page, *loops, run]`, or `[page, entry, run]`."""
     tensor = side.tensors[at]
     whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
-    shape = [side.pages, move.entries, *(loop.count for loop in move.loops), move.run]
-    strides = [side.page, move.entry_bytes, *loop_strides, 1]
+    entries = [(move.entries, move.entry_bytes)] if move.entries > 1 else []
+    axes = [(side.pages, side.page), *entries, *zip((loop.count for loop in move.loops), loop_strides, strict=True)]
+    shape, strides = zip(*axes, (move.run, 1), strict=True)
     return whole.as_strided(shape, strides, side.starts[at] - whole.data_ptr())
 
 
@@ -71,6 +72,6 @@ def _assign(move: Move, host: torch.Tensor, device: torch.Tensor, items: Items, 
     return int(device.is_cuda)
 
 
-def _index(items: np.ndarray, entries: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    pages, inside = np.divmod(items, entries)
-    return torch.from_numpy(pages).to(device), torch.from_numpy(inside).to(device)
+def _index(items: np.ndarray, entries: int, device: torch.device) -> tuple[torch.Tensor, ...]:
+    axes = np.divmod(items, entries) if entries > 1 else (items,)
+    return tuple(torch.from_numpy(axis).to(device) for axis in axes)
