@@ -4,13 +4,13 @@ from hypothesis import HealthCheck, settings
 
 settings.register_profile(
     "suite",
-    max_examples=60,
+    max_examples=20,
     stateful_step_count=40,
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow],
 )
-settings.register_profile("full", settings.get_profile("suite"), max_examples=1000, stateful_step_count=100)
+settings.register_profile("full", settings.get_profile("suite"), max_examples=400, stateful_step_count=100)
 
 
 def try_hard(full: bool) -> None:

@@ -7,14 +7,13 @@ SGLang's pools show (`srt/mem_cache/pool_host/*.py`, `srt/mem_cache/memory_pool_
 from __future__ import annotations
 
 import ctypes
-import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import event, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 from refimpl import LAYOUTS, Component, HostPool, PoolSpec, Segment, byte_offset, oracle, presets, support
@@ -32,66 +31,67 @@ BYTE, BF16 = torch.uint8, torch.bfloat16
 
 
 @st.composite
-def components(draw: st.DrawFn, name: str, layers: int, page_size: int, head_groups: int) -> Component:
-    unit = draw(st.sampled_from(UNITS if page_size == 1 else UNITS[:2]))
-    side = draw(st.integers(0, 5)) == 0
-    owned = (
-        None if side or draw(st.booleans()) else tuple(draw(st.permutations(range(layers)))[: draw(st.integers(0, 4))])
-    )
-    if unit == "page" and draw(st.booleans()):
-        entries = draw(st.integers(1, 3))
-        segments = tuple(Segment(entries, width) for width in draw(st.lists(st.integers(1, 3), min_size=1, max_size=2)))
-        dim = sum(s.entries * s.bytes for s in segments) + draw(st.integers(0, 3))
-        return Component(name, BYTE, dim=dim, unit="page", layers=owned, side=side, segments=segments)
-    shape = draw(st.integers(1, 5) | st.lists(st.integers(1, 3), min_size=1, max_size=3).map(tuple))
-    lanes = shape if isinstance(shape, int) else math.prod(shape)
-    heads = None if unit != "token" or draw(st.booleans()) else head_groups * draw(st.integers(1, 2))
-    cut = draw(st.integers(0, lanes - 1)) if unit == "token" else 0
-    split = (cut, lanes - cut) if cut else ()
+def components(draw: st.DrawFn, name: str, size: PoolSpec, layout: str) -> Component:
+    """Rows of any kind that the layout takes, for a pool of that many layers, tokens a page and head groups."""
+    owned = tuple(draw(st.permutations(range(size.layers)))[: draw(st.integers(0, 4))]) if draw(sometimes()) else None
     dtype = draw(st.sampled_from(DTYPES))
-    return Component(name, dtype, dim=shape, heads=heads, unit=unit, layers=owned, side=side, split=split)
+    if layout == "page_head":
+        return Component(name, dtype, heads=size.head_groups * draw(st.integers(1, 2)), dim=draw(dims()), layers=owned)
+    if layout == "page_first_kv_split" and name == "latent":
+        split = (draw(st.integers(1, 3)), draw(st.integers(1, 3)))
+        return Component(name, dtype, dim=sum(split), split=split, layers=owned)
+    unit = draw(st.sampled_from(UNITS if size.page_size == 1 else UNITS[:2]))
+    heads = size.head_groups * draw(st.integers(1, 2)) if unit == "token" and draw(st.booleans()) else None
+    side = draw(sometimes())
+    return Component(name, dtype, dim=draw(dims()), heads=heads, unit=unit, layers=None if side else owned, side=side)
+
+
+def dims() -> st.SearchStrategy[int | tuple[int, ...]]:
+    return st.integers(1, 5) | st.lists(st.integers(1, 3), min_size=1, max_size=3).map(tuple)
+
+
+def sometimes() -> st.SearchStrategy[bool]:
+    return st.integers(0, 3).map(lambda n: n == 3)
+
+
+NAMES = (["k", "v"], ["latent"], ["latent", "index_k"], ["temporal", "conv_0", "side_0"])
+ROWS = {"page_head": NAMES[:1], "page_unified": NAMES[:2], "page_first_kv_split": NAMES[1:3]}
+FAMILIES = ("custom", "mha", "mamba", "dsa", "v4_paged", "v4_state")
 
 
 @st.composite
-def specs(draw: st.DrawFn) -> PoolSpec:
-    layers, page_size, head_groups = draw(st.integers(0, 4)), draw(st.integers(1, 3)), draw(st.integers(1, 2))
-    rows = draw(
-        st.one_of(
-            st.just(["k", "v"]),
-            st.just(["latent"]),
-            st.just(["latent", "index_k"]),
-            st.just(["temporal", "conv_0", "side_0"]),
-        )
-    )
-    drawn = [draw(components(name, layers, page_size, head_groups)) for name in rows]
-    if rows[0] == "k" and draw(st.booleans()):
-        drawn[1] = replace(drawn[0], name="v")
-    family = draw(st.sampled_from(["custom", "mha", "mamba", "dsa", "v4_paged", "v4_state"]))
-    return PoolSpec("kv", layers, page_size, tuple(drawn), family, head_groups=head_groups)
+def specs(draw: st.DrawFn, layout: str) -> PoolSpec:
+    layers = 0 if draw(st.integers(0, 9)) == 9 else draw(st.integers(1, 4))
+    size = PoolSpec("kv", layers, draw(st.integers(1, 3)), (), head_groups=draw(st.integers(1, 2)))
+    names = draw(st.sampled_from(ROWS.get(layout, NAMES)))
+    rows = [draw(components(name, size, layout)) for name in names]
+    if names[0] == "k" and (layout == "page_unified" or draw(st.booleans())):
+        rows[1] = replace(rows[0], name="v")
+    return replace(size, components=tuple(rows), family=draw(st.sampled_from(FAMILIES)))
 
 
 @st.composite
-def entry_specs(draw: st.DrawFn) -> PoolSpec:
+def entry_specs(draw: st.DrawFn, layout: str) -> PoolSpec:
     """Pools whose rows move entry by entry."""
     layers, entries = draw(st.integers(1, 3)), draw(st.integers(1, 4))
     rows = []
-    for name in ("payload", "scale")[: draw(st.integers(1, 2))]:
+    for name in ("payload", "scale")[: 1 if layout == "page_unified" else draw(st.integers(1, 2))]:
         segments = tuple(Segment(entries, width) for width in draw(st.lists(st.integers(1, 3), min_size=1, max_size=3)))
         dim = sum(s.entries * s.bytes for s in segments) + draw(st.integers(0, 3))
         owned = tuple(draw(st.permutations(range(layers)))[: draw(st.integers(1, layers))])
         rows.append(Component(name, BYTE, dim=dim, unit="page", layers=owned, segments=segments))
-    return PoolSpec("c4", layers, draw(st.integers(1, 8)), tuple(rows), draw(st.sampled_from(["custom", "v4_paged"])))
+    return PoolSpec("c4", layers, draw(st.integers(1, 8)), tuple(rows), draw(st.sampled_from(FAMILIES)))
 
 
 @st.composite
-def pools(draw: st.DrawFn, of: st.SearchStrategy[PoolSpec]) -> HostPool:
-    """A poisoned host pool in a layout that its spec allows."""
-    spec = draw(of)
-    layout = draw(st.sampled_from([name for name in LAYOUTS if support(spec, name, "torch", "backup")]))
-    event(layout)
-    host = HostPool(spec, layout, draw(st.integers(1, 4)))
+def pools(draw: st.DrawFn, layout: str, of: Callable[[str], st.SearchStrategy[PoolSpec]] = specs) -> HostPool:
+    """A poisoned host pool."""
+    host = HostPool(draw(of(layout)), layout, draw(st.integers(1, 4)))
     poison(host)
     return host
+
+
+in_every_layout = pytest.mark.parametrize("layout", LAYOUTS)
 
 
 @dataclass(frozen=True)
@@ -189,8 +189,10 @@ def blank(host: HostPool, layout: str | None = None) -> HostPool:
     return other
 
 
-@given(pools(specs()))
-def test_every_byte_of_every_buffer_has_exactly_one_place(host: HostPool) -> None:
+@in_every_layout
+@given(data=st.data())
+def test_every_byte_of_every_buffer_has_exactly_one_place(layout: str, data: st.DataObject) -> None:
+    host = data.draw(pools(layout))
     hits = [np.zeros(tensor.numel() * tensor.element_size(), int) for _, tensors in host.storage for tensor in tensors]
     tensors = [tensor for _, held in host.storage for tensor in held]
     for place in places(host):
@@ -201,8 +203,10 @@ def test_every_byte_of_every_buffer_has_exactly_one_place(host: HostPool) -> Non
         assert (counts == 1).all(), f"byte {int(np.argmax(counts != 1))} has {counts[counts != 1][0]} places"
 
 
-@given(pools(specs()))
-def test_views_lead_to_the_same_bytes(host: HostPool) -> None:
+@in_every_layout
+@given(data=st.data())
+def test_views_lead_to_the_same_bytes(layout: str, data: st.DataObject) -> None:
+    host = data.draw(pools(layout))
     groups = {c.name: host.spec.head_groups if c.heads is not None else 1 for c in host.spec.components}
     for place in places(host):
         c = place.component
@@ -217,8 +221,10 @@ def test_views_lead_to_the_same_bytes(host: HostPool) -> None:
         assert view[at].data_ptr() == place.address
 
 
-@given(pools(specs()))
-def test_pointer_tables_hold_where_page_0_begins(host: HostPool) -> None:
+@in_every_layout
+@given(data=st.data())
+def test_pointer_tables_hold_where_page_0_begins(layout: str, data: st.DataObject) -> None:
+    host = data.draw(pools(layout))
     begins = {(p.component.name, p.layer, p.part): p.address for p in places(host, [0]) if p.token == 0 == p.head}
     for c in host.spec.components:
         parts = len({part for name, _, part in begins if name == c.name})
@@ -229,8 +235,10 @@ def test_pointer_tables_hold_where_page_0_begins(host: HostPool) -> None:
         assert host.device_ptrs[c.name].tolist() == expected, "pageable memory has the same address for all"
 
 
-@given(pools(specs()))
-def test_contiguous_ranges_cover_each_page_exactly_once(host: HostPool) -> None:
+@in_every_layout
+@given(data=st.data())
+def test_contiguous_ranges_cover_each_page_exactly_once(layout: str, data: st.DataObject) -> None:
+    host = data.draw(pools(layout))
     begins, sizes, steps = host.get_contiguous_buf_infos()
     assert [size // host.num_pages for size in sizes] == steps
     for page in range(host.num_pages):
@@ -239,10 +247,11 @@ def test_contiguous_ranges_cover_each_page_exactly_once(host: HostPool) -> None:
         )
 
 
-@given(pools(specs()), st.randoms(use_true_random=False))
-def test_buffer_meta_covers_each_page_exactly_once(host: HostPool, random: np.random.Generator) -> None:
-    order = list(range(host.num_pages))
-    random.shuffle(order)
+@in_every_layout
+@given(data=st.data())
+def test_buffer_meta_covers_each_page_exactly_once(layout: str, data: st.DataObject) -> None:
+    host = data.draw(pools(layout))
+    order = data.draw(st.permutations(range(host.num_pages)))
     addresses, sizes = host.get_page_buffer_meta(slots([*order, order[0]], host.page_size))
     assert len(addresses) % (len(order) + 1) == 0
     per_page = len(addresses) // (len(order) + 1)
@@ -251,9 +260,11 @@ def test_buffer_meta_covers_each_page_exactly_once(host: HostPool, random: np.ra
         assert spread(addresses[ours], sizes[ours]) == addresses_of(host, page), f"page {page}"
 
 
-@given(pools(specs()), st.integers(1, 4))
-def test_split_heads_divide_each_page_between_the_ranks(host: HostPool, split: int) -> None:
+@in_every_layout
+@given(data=st.data())
+def test_split_heads_divide_each_page_between_the_ranks(layout: str, data: st.DataObject) -> None:
     """Either every rank gets the same heads of every component of the page, or the split is refused."""
+    host, split = data.draw(pools(layout)), data.draw(st.integers(1, 4))
     try:
         addresses, sizes = host.get_split_heads_page_buffer_meta(slots([0], host.page_size), split)
     except ValueError:
@@ -268,8 +279,10 @@ def test_split_heads_divide_each_page_between_the_ranks(host: HostPool, split: i
         assert spread(addresses[ours], sizes[ours]) == sorted(p.address + i for p in heads for i in range(p.nbytes))
 
 
-@given(pools(specs()))
-def test_a_page_is_the_same_in_every_layout(host: HostPool) -> None:
+@in_every_layout
+@given(data=st.data())
+def test_a_page_is_the_same_in_every_layout(layout: str, data: st.DataObject) -> None:
+    host = data.draw(pools(layout))
     rows = content(host.spec, host.num_pages)
     expected = [canonical(host.spec, rows, page) for page in range(host.num_pages)]
     for layout in LAYOUTS:
@@ -279,8 +292,10 @@ def test_a_page_is_the_same_in_every_layout(host: HostPool) -> None:
             assert pages_of(other) == expected, layout
 
 
-@given(pools(specs()))
-def test_the_canonical_page_names_its_axes(host: HostPool) -> None:
+@in_every_layout
+@given(data=st.data())
+def test_the_canonical_page_names_its_axes(layout: str, data: st.DataObject) -> None:
+    host = data.draw(pools(layout))
     for c in host.spec.components:
         row = c.row_shape if c.unit != "token" else (host.spec.tokens_per_page(c), c.head_count, c.lanes)
         layers = () if c.side and c.unit != "token" else (len(host.spec.layers_of(c)),)
@@ -288,8 +303,10 @@ def test_the_canonical_page_names_its_axes(host: HostPool) -> None:
         assert host.page(0)[c.name].dtype == c.dtype
 
 
-@given(pools(specs()), st.data())
-def test_a_flat_page_comes_back_in_another_place(host: HostPool, data: st.DataObject) -> None:
+@in_every_layout
+@given(data=st.data())
+def test_a_flat_page_comes_back_in_another_place(layout: str, data: st.DataObject) -> None:
+    host = data.draw(pools(layout))
     rows = content(host.spec, host.num_pages)
     write(host, rows)
     source, target = (data.draw(st.integers(0, host.num_pages - 1)) for _ in range(2))
@@ -304,9 +321,11 @@ def test_a_flat_page_comes_back_in_another_place(host: HostPool, data: st.DataOb
     assert torch.equal(other.get_data_page(target * host.page_size), flat)
 
 
-@given(pools(specs()))
-def test_shapes_show_the_same_bytes_as_the_storage(host: HostPool) -> None:
+@in_every_layout
+@given(data=st.data())
+def test_shapes_show_the_same_bytes_as_the_storage(layout: str, data: st.DataObject) -> None:
     """Upstream's shapes merge, keep and drop axes; they never move a byte."""
+    host = data.draw(pools(layout))
     write(host, content(host.spec, host.num_pages))
     shown = host.kv_buffer if isinstance(host.kv_buffer, list) else [host.kv_buffer]
     assert [raw(tensor).tobytes() for tensor in shown] == memory_of(host)
@@ -333,12 +352,12 @@ class Case:
 
 
 @st.composite
-def cases(draw: st.DrawFn, of: st.SearchStrategy[PoolSpec]) -> Case:
-    host = draw(pools(of))
+def cases(draw: st.DrawFn, layout: str, of: Callable[[str], st.SearchStrategy[PoolSpec]] = specs) -> Case:
+    host = draw(pools(layout, of))
     device_pages, gap = draw(st.integers(1, 4)), draw(st.sampled_from([0, 8, 24]))
     device, twin = (GuardedDevice(host.spec, device_pages, gap) for _ in range(2))
     limit = min(device.pool.num_pages, device_pages)  # a pool that stores nothing has any number of pages
-    count = draw(st.integers(0, min(host.num_pages, limit, 3)))
+    count = 0 if draw(st.integers(0, 9)) == 9 else draw(st.integers(1, min(host.num_pages, limit)))
     ours, theirs = (draw(st.permutations(range(pages)))[:count] for pages in (host.num_pages, limit))
     bytes_of = np.random.default_rng(count)
     for memory, same in zip(device.whole, twin.whole, strict=True):
@@ -365,11 +384,14 @@ def filled_twin(case: Case, direction: str) -> HostPool:
     return other
 
 
-directions = st.sampled_from(["backup", "load"])
+directions = pytest.mark.parametrize("direction", ["backup", "load"])
 
 
-@given(cases(specs()), directions)
-def test_the_two_oracles_agree(case: Case, direction: str) -> None:
+@in_every_layout
+@directions
+@given(data=st.data())
+def test_the_two_oracles_agree(layout: str, direction: str, data: st.DataObject) -> None:
+    case = data.draw(cases(layout))
     other = filled_twin(case, direction)
     source = bytes_of(case.device) if direction == "backup" else memory_of(other)
     assigned(case, case.host, case.device, direction, oracle.assign_by_loops)
@@ -379,8 +401,11 @@ def test_the_two_oracles_agree(case: Case, direction: str) -> None:
     assert source == (bytes_of(case.device) if direction == "backup" else memory_of(other)), "the source has changed"
 
 
-@given(cases(specs()), directions)
-def test_the_runs_of_a_plan_are_the_bytes_of_the_oracle(case: Case, direction: str) -> None:
+@in_every_layout
+@directions
+@given(data=st.data())
+def test_the_runs_of_a_plan_are_the_bytes_of_the_oracle(layout: str, direction: str, data: st.DataObject) -> None:
+    case = data.draw(cases(layout))
     other = filled_twin(case, direction)
     assigned(case, other, case.twin, direction, oracle.assign_by_indexing)
     written: list[int] = []
@@ -396,8 +421,10 @@ def test_the_runs_of_a_plan_are_the_bytes_of_the_oracle(case: Case, direction: s
     assert sorted(written) == sorted(paged), "each byte of the pages once, and no other"
 
 
-@given(cases(specs()))
-def test_no_two_runs_of_a_page_could_be_one(case: Case) -> None:
+@in_every_layout
+@given(data=st.data())
+def test_no_two_runs_of_a_page_could_be_one(layout: str, data: st.DataObject) -> None:
+    case = data.draw(cases(layout))
     for move in plan(case.host, case.device.pool).moves:
         host, device = move.loop_offsets()
         pairs = set(zip(host.tolist(), device.tolist(), strict=True))
@@ -408,8 +435,11 @@ def test_no_two_runs_of_a_page_could_be_one(case: Case) -> None:
         )
 
 
-@given(cases(entry_specs()), directions, st.data())
-def test_entries_of_page_rows_are_the_bytes_of_the_oracle(case: Case, direction: str, data: st.DataObject) -> None:
+@pytest.mark.parametrize("layout", ["layer_first", "page_first", "page_first_direct", "page_unified"])
+@directions
+@given(data=st.data())
+def test_entries_of_page_rows_are_the_bytes_of_the_oracle(layout: str, direction: str, data: st.DataObject) -> None:
+    case = data.draw(cases(layout, entry_specs))
     spec, per_page = case.host.spec, case.host.spec.entries
     other = filled_twin(case, direction)
     limits = case.host.num_pages * per_page, case.device.pool.num_pages * per_page
@@ -426,6 +456,43 @@ def test_entries_of_page_rows_are_the_bytes_of_the_oracle(case: Case, direction:
     segments = [(len(spec.layers_of(c)), s.bytes) for c in spec.components for s in c.segments]
     assert receipt.bytes == count * sum(layers * nbytes for layers, nbytes in segments)
     assert receipt.descriptors == count * sum(layers for layers, _ in segments)
+
+
+def label(value: object) -> str:
+    """A readable part of a test id."""
+    if not isinstance(value, PoolSpec):
+        return "" if callable(value) else str(value)
+    heads = {c.heads for c in value.components if c.heads}
+    grouped = f"-{value.head_groups}groups" if value.head_groups > 1 else ""
+    return f"{value.family}-L{value.layers}" + (f"-H{max(heads)}" if heads else "") + grouped
+
+
+MHA, GROUPED = presets.mha(3, 4, 8, BF16, 2), presets.mha(3, 4, 8, BF16, 2, head_groups=2)
+ONE_HEAD, ONE_LAYER = presets.mha(1, 1, 8, BF16, 2), presets.mha(1, 4, 8, BF16, 2)
+SPLIT = presets.mla(3, 12, BYTE, 2, split=(8, 4))
+RUNS = [
+    # gap between device rows -> bytes of the runs of a page in one layer, nested loops around them
+    (MHA, "layer_first", 0, 128, 0),  # all tokens of the page
+    (MHA, "layer_first", 8, 64, 1),  # a token
+    (MHA, "page_first", 0, 64, 1),  # a token: the host has other layers in between
+    (MHA, "page_first_direct", 0, 128, 0),
+    (MHA, "page_head", 0, 16, 2),  # a head of a token
+    (GROUPED, "page_head", 0, 16, 2),  # groups of heads and heads in a group are one loop
+    (ONE_LAYER, "page_head", 0, 16, 2),
+    (ONE_HEAD, "page_head", 0, 32, 0),  # with one head and one layer nothing is in between
+    (ONE_HEAD, "page_first", 0, 32, 0),
+    (MHA, "page_unified", 0, 128, 0),
+    (GROUPED, "page_unified", 0, 32, 2),  # the heads of a group
+    (SPLIT, "page_first_kv_split", 0, 8, 1),  # of two tokens each 8 and 4 bytes, the device has both together
+    (SPLIT, "page_first_direct", 0, 24, 0),
+    (presets.dsa_indexer(3, 8, 8, 2), "page_first", 8, 24, 0),
+]
+
+
+@pytest.mark.parametrize(("spec", "layout", "gap", "run", "loops"), RUNS, ids=label)
+def test_the_longest_run_of_well_known_pairs(spec: PoolSpec, layout: str, gap: int, run: int, loops: int) -> None:
+    first = plan(HostPool(spec, layout, 3), GuardedDevice(spec, 3, gap).pool).moves[0]
+    assert (first.run, len(first.loops)) == (run, loops)
 
 
 # ---- Fewer pages than layers: upstream's per-layer views of some layouts index pages instead, and fail
@@ -677,13 +744,6 @@ FLAT: list[tuple[PoolSpec, str, Callable[[Rows], list[np.ndarray]]]] = [
 ]
 
 
-def label(value: object) -> str:
-    """A readable part of a test id."""
-    if isinstance(value, PoolSpec):
-        return value.family + (f"_{value.head_groups}_groups" if value.head_groups > 1 else "")
-    return value if isinstance(value, str) else ""
-
-
 @pytest.mark.parametrize(("spec", "layout", "arrange"), FLAT, ids=label)
 def test_flat_pages_have_the_order_of_upstream(
     spec: PoolSpec, layout: str, arrange: Callable[[Rows], list[np.ndarray]]
@@ -719,7 +779,7 @@ META: list[tuple[PoolSpec, str, list[tuple[str, int | None, int]]]] = [
 ]
 
 
-@pytest.mark.parametrize(("spec", "layout", "parts"), META, ids=label)
+@pytest.mark.parametrize(("spec", "layout", "parts"), META, ids=lambda v: "" if isinstance(v, list) else label(v))
 def test_page_buffer_meta_has_the_order_of_upstream(
     spec: PoolSpec, layout: str, parts: list[tuple[str, int | None, int]]
 ) -> None:
