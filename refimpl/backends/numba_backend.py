@@ -25,6 +25,9 @@ PARTS = 64  # of a copy, divided between the threads
 STREAM_FROM = 256
 LINE = 64
 
+# The processor cannot guess where the next item lies, so the first bytes of it are asked for one item ahead.
+PREFETCHED = 512
+
 # numba's own thread pool ("workqueue") runs one parallel region at a time; the other pools need no lock.
 _one_at_a_time = threading.Lock()
 
@@ -77,6 +80,21 @@ def stream_line(typingctx: Any, to: Any, source: Any) -> Any:
 
 
 @intrinsic
+def prefetch(typingctx: Any, source: Any) -> Any:
+    """Have a line brought into the caches, soon to be read."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        pointer, number = cgutils.voidptr_t, ir.IntType(32)
+        kind = ir.FunctionType(ir.VoidType(), [pointer, number, number, number])
+        function = builder.module.declare_intrinsic("llvm.prefetch", [pointer], kind)
+        for_reading, keep, data = number(0), number(3), number(1)
+        builder.call(function, [builder.inttoptr(args[0], pointer), for_reading, keep, data])
+        return context.get_dummy_value()
+
+    return types.void(types.int64), generate
+
+
+@intrinsic
 def fence(typingctx: Any) -> Any:
     """Streaming stores before it come before whatever follows."""
 
@@ -105,6 +123,9 @@ def copy_runs(
     """Copy `run` bytes from every start and step of three nested loops. All arrays int64, addresses in bytes."""
     for part in prange(PARTS):
         for i in range(len(to) * part // PARTS, len(to) * (part + 1) // PARTS):
+            ahead = source[min(i + 1, len(to) - 1)]
+            for at in range(0, min(run, PREFETCHED), LINE):
+                prefetch(ahead + at)  # pyright: ignore[reportCallIssue]
             for a in range(counts[0]):
                 for b in range(counts[1]):
                     for c in range(counts[2]):
