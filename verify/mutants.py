@@ -15,6 +15,7 @@ import os
 import shutil
 import sys
 import tempfile
+import time
 import tomllib
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -30,7 +31,7 @@ PACKAGES = ("refimpl", "kernels_cupy", "verify")
 TIME_LIMIT = 300  # seconds; a mutant that hangs its killer is caught too
 CONTROL = ("verify/test_hand_bytes.py",)  # must pass on the unchanged copy
 # Modules are imported before pytest sees them, on purpose.
-OPTIONS = ("-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-W", "ignore::pytest.PytestAssertRewriteWarning")
+OPTIONS = ("-x", "-q", "-p", "no:cacheprovider", "-W", "ignore::pytest.PytestAssertRewriteWarning")
 
 
 @dataclass(frozen=True)
@@ -94,6 +95,7 @@ def _run_tests(folder: Path, tests: tuple[str, ...]) -> None:
     for name in [m for m in sys.modules if m.split(".")[0] in PACKAGES]:
         del sys.modules[name]
     os.chdir(folder)
+    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # none is needed, and each takes its time
     sys.path[:] = [str(folder), *(p for p in sys.path if Path(p or ".").resolve() != ROOT)]
     said = io.StringIO()
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
@@ -123,20 +125,20 @@ def main(argv: list[str] | None = None) -> int:
                 sys.exit(f"{CONTROL[0]} fails on the code as it is; mend that first")
             copies.put(copy)
 
-        def caught(mutant: Mutant) -> bool:
-            copy = copies.get()
+        def caught(mutant: Mutant) -> tuple[bool, float]:
+            copy, start = copies.get(), time.perf_counter()
             try:
-                return copy.catches(mutant)
+                return copy.catches(mutant), time.perf_counter() - start
             finally:
                 copies.put(copy)
 
         with ThreadPoolExecutor(options.jobs) as pool:
             verdicts = list(pool.map(caught, chosen))
-    for mutant, killed in zip(chosen, verdicts, strict=True):
-        print(f"{'killed  ' if killed else 'SURVIVED'}  {mutant.file}: {mutant.fault}")
-    score = 100 * sum(verdicts) / max(len(chosen), 1)
-    print(f"mutation score: {score:.1f}% ({sum(verdicts)}/{len(chosen)})")
-    return 0 if all(verdicts) and chosen else 1
+    for mutant, (killed, seconds) in zip(chosen, verdicts, strict=True):
+        print(f"{'killed  ' if killed else 'SURVIVED'} {seconds:5.1f} s  {mutant.file}: {mutant.fault}")
+    dead = sum(killed for killed, _ in verdicts)
+    print(f"mutation score: {100 * dead / max(len(chosen), 1):.1f}% ({dead}/{len(chosen)})")
+    return 0 if chosen and dead == len(chosen) else 1
 
 
 def _warm_up() -> None:
