@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -685,6 +686,15 @@ def test_k_and_v_are_the_halves_of_one_tensor(layout: str) -> None:
     for half, name in enumerate(("k", "v")):
         assert whole(host, name).data_ptr() == both[half].data_ptr()
         assert whole(host, name).is_contiguous()
+
+
+@pytest.mark.parametrize("difference", [{"side": True}, {"layers": (1, 0)}, {"dtype": torch.int16}, {"dim": 3}])
+def test_k_and_v_lie_apart_when_they_are_not_alike(difference: dict[str, Any]) -> None:
+    k = Component("k", BF16, dim=2, unit="page")
+    host = HostPool(PoolSpec("kv", 2, 1, (k, replace(k, name="v", **difference))), "page_first", 3)
+    assert len(host.storage) == 2
+    write(host, content(host.spec, 3))
+    assert pages_of(host) == [canonical(host.spec, content(host.spec, 3), page) for page in range(3)]
 
 
 def test_a_pool_without_components_has_no_buffer() -> None:
