@@ -75,6 +75,7 @@ class HostPool(HostBuffers):
 
     def alloc(self, need: int) -> torch.Tensor | None:
         """`need` slots (whole pages) as an int64 CPU tensor, or None when the pool is too full."""
+        self._require_open()
         if self.spec.indices_from:
             raise ValueError(f"pool {self.spec.name!r} owns no indices, allocate them in {self.spec.indices_from!r}")
         return self._slots.alloc(need)
@@ -98,10 +99,8 @@ class HostPool(HostBuffers):
 
         Side states come with the first layer that the pool owns, ahead of it (with layer 0 if it owns none).
         """
-        transfer = self.prepare(device, host_indices, device_indices, "load")
-        if layer != min(self.spec.owned_layers, default=0):
-            transfer.side_states_due = False
-        return transfer.run((layer,))
+        first = layer == min(self.spec.owned_layers, default=0)
+        return self.prepare(device, host_indices, device_indices, "load").run((layer,), side_states=first)
 
     def load_all(self, device: DevicePool, host_indices: Indices, device_indices: Indices) -> Receipt:
         """Host to device, side states and all layers."""

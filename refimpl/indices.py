@@ -1,8 +1,8 @@
 """Index lists: what a caller may pass, and the page (or entry) numbers they stand for.
 
 A caller names token slots. Whole pages move, so each list is a sequence of pages: every page complete, its tokens
-consecutive and in order. Upstream reads only the first token of each page and copies whatever it finds there; here
-every rule is checked before the first byte moves.
+consecutive and in order. Upstream's page-wise paths read only the first token of each page and copy whatever they find
+there; here every rule is checked before the first byte moves.
 """
 
 from __future__ import annotations

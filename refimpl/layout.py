@@ -1,7 +1,7 @@
 """Where a byte lies: a layout is a cut of the lanes into parts and an order of axes.
 
 Everything about a host layout follows from the table of axes below: shapes, strides, byte offsets and views. The oracle
-and the transfer plan share this table and nothing else; it is pinned by bytes written out by hand
+and the transfer plan share these descriptions of buffers and nothing else; they are pinned by bytes written out by hand
 (`verify/test_hand_bytes.py`).
 """
 

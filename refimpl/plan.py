@@ -2,7 +2,7 @@
 
 A plan is read from the actual tensors of both sides, by the names of their axes. It says, for each component, how far
 pages lie apart on either side, which strides are nested inside a page, and the longest run of bytes that is contiguous
-on both. The oracle (`oracle.py`) derives the same copy from tensor views; the two share only the table of axis orders.
+on both. The oracle (`oracle.py`) derives the same copy from views; the two share only the description of buffers.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def plan(host: HostBuffers, device: DevicePool, single_entries: bool = False) ->
     """The plan between two pools of one spec; `single_entries` moves entries of page rows instead of pages."""
     make = _entry_moves if single_entries else _page_moves
     storage = [(buffer, tensors) for buffer, tensors in host.storage if buffer.layers]
-    return Plan(tuple(move for buffer, tensors in storage if buffer.layers for move in make(buffer, tensors, device)))
+    return Plan(tuple(move for buffer, tensors in storage for move in make(buffer, tensors, device)))
 
 
 def _page_moves(buffer: Buffer, tensors: list[torch.Tensor], device: DevicePool) -> Iterator[Move]:
@@ -137,16 +137,8 @@ def _entry_moves(buffer: Buffer, tensors: list[torch.Tensor], device: DevicePool
         other, _ = _device_side(buffer, device, component)
         begin = 0
         for segment in component.segments:
-            yield Move(
-                component.name,
-                buffer.layers,
-                _shifted(host, begin),
-                _shifted(other, begin),
-                (),
-                segment.bytes,
-                segment.entries,
-                segment.bytes,
-            )
+            ends = _shifted(host, begin), _shifted(other, begin)
+            yield Move(component.name, buffer.layers, *ends, (), segment.bytes, segment.entries, segment.bytes)
             begin += segment.entries * segment.bytes
 
 

@@ -30,8 +30,8 @@ class PoolTransfer:
 class HostPoolGroup:
     """The anchor first, then its side pools. Layout, page size and size of the group are the anchor's.
 
-    Raises `ValueError` for no pools, two of one name, a sidecar of an unknown pool, and a sidecar with fewer slots than
-    the pool it rides on (a draft pool sized by physical rows, say).
+    Raises `ValueError` for no pools, two of one name, a sidecar of an unknown pool, and a sidecar with other pages or
+    fewer slots than the pool it rides on (a draft pool sized by physical rows, say).
     """
 
     def __init__(self, pools: Sequence[HostPool]) -> None:
@@ -48,6 +48,11 @@ class HostPoolGroup:
             raise ValueError(f"the group already has a pool {name!r}")
         if source and source not in self.pools:
             raise ValueError(f"pool {name!r} rides on {source!r}, which the group lacks (it has {list(self.pools)})")
+        if source and pool.page_size != self.pools[source].page_size:
+            raise ValueError(
+                f"pool {name!r} has pages of {pool.page_size}, but {source!r}, whose indices it shares, has pages of "
+                f"{self.pools[source].page_size}"
+            )
         if source and pool.size < self.pools[source].size:
             raise ValueError(
                 f"pool {name!r} has {pool.size} slots, but {source!r}, whose indices it shares, has "

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from refimpl.backends.protocol import Backend
+from refimpl.geometry import NO_LAYER
 from refimpl.indices import Items
 from refimpl.plan import Plan
 from refimpl.receipt import Receipt
@@ -13,8 +14,8 @@ from refimpl.receipt import Receipt
 class Transfer:
     """Pages (or entries) on their way between a host and a device pool. It keeps the host pool alive, not open.
 
-    Side states, which have no layer, are restored before the first layer of a load and written after the last layer of
-    a backup.
+    Side states, which have no layer, come with the first run of a load, before any layer, and are written last by a
+    backup.
     """
 
     def __init__(
@@ -29,23 +30,28 @@ class Transfer:
     ) -> None:
         self.path, self.direction, self.layers, self.items = path, direction, layers, items
         self._backend, self._plan, self._require_open = backend, plan, require_open
-        self.side_states_due = direction == "load"
+        self._side_states_due = direction == "load"
+        self._host_syncs = items.host_syncs  # those of the check, told by the first receipt
 
-    def run(self, layers: Sequence[int] | None = None) -> Receipt:
-        """Move the given model layers (None: all). Layers that the pool does not own are skipped."""
+    def run(self, layers: Sequence[int] | None = None, side_states: bool | None = None) -> Receipt:
+        """Move the given model layers (None: all). Layers that the pool does not own are skipped.
+
+        side_states  whether a load restores them now; None: if it has not yet
+        """
         self._require_open()
         if self.direction == "backup" and layers is not None:
             raise ValueError("a backup moves all layers in one run, got layers=" + repr(tuple(layers)))
         owned = self.layers if layers is None else tuple(i for i in layers if i in self.layers)
+        receipt = Receipt(self.path, host_syncs=self._host_syncs)
+        self._host_syncs = 0
         if self.direction == "backup":
-            return self._move((*owned, None))
-        waited_for = owned or layers is None or (layers and not self.layers)
-        due = (None,) if self.side_states_due and waited_for else ()
-        self.side_states_due = False if due else self.side_states_due
-        return self._move((*due, *owned))
+            return receipt + self._move(owned) + self._move(NO_LAYER)
+        if self._side_states_due if side_states is None else side_states:
+            receipt += self._move(NO_LAYER)
+            self._side_states_due = False
+        return receipt + self._move(owned)
 
     def _move(self, layers: tuple[int | None, ...]) -> Receipt:
-        receipt = Receipt(self.path, host_syncs=self.items.host_syncs)
-        if not len(self.items) or not layers:
-            return receipt
-        return receipt + self._backend.execute(self._plan, layers, self.items, self.direction)
+        if not len(self.items) or next(self._plan.select(layers), None) is None:
+            return Receipt(self.path)
+        return self._backend.execute(self._plan, layers, self.items, self.direction)

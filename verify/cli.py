@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
     results.write(args.out / "results.json", content)
     index = args.out / "index.html"
     index.write_text(_index(content, executed, args.out), encoding="utf-8")
-    print(tables.as_text(tables.matrix(content)), end="\n\n")
+    print(tables.as_text(tables.matrix(content)), *tables.verdicts(content), sep="\n", end="\n\n")
     for book in executed:
         print(f"{book.source.name}: {_outcome(book)}")
     print(", ".join(f"{number} cells {status}" for status, number in tables.counts(content).items()))

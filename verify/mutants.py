@@ -31,7 +31,16 @@ PACKAGES = ("refimpl", "kernels_cupy", "verify")
 TIME_LIMIT = 300  # seconds; a mutant that hangs its killer is caught too
 CONTROL = ("verify/test_hand_bytes.py",)  # must pass on the unchanged copy
 # Modules are imported before pytest sees them, on purpose.
-OPTIONS = ("-x", "-q", "-p", "no:cacheprovider", "-W", "ignore::pytest.PytestAssertRewriteWarning")
+OPTIONS = (
+    "-x",
+    "-q",
+    "-p",
+    "no:cacheprovider",
+    "-p",
+    "no:faulthandler",
+    "-W",
+    "ignore::pytest.PytestAssertRewriteWarning",
+)
 
 
 @dataclass(frozen=True)
@@ -86,9 +95,10 @@ class Copy:
             child.kill()
             child.join()
             return True
-        if child.exitcode not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
-            raise RuntimeError(f"pytest could not run {tests} (exit code {child.exitcode})")
-        return child.exitcode == pytest.ExitCode.TESTS_FAILED
+        code = child.exitcode or 0
+        if code > 0 and code != pytest.ExitCode.TESTS_FAILED:
+            raise RuntimeError(f"pytest could not run {tests} (exit code {code})")
+        return code != 0  # a negative one: killed by a signal, such as an address that is not mapped
 
 
 def _run_tests(folder: Path, tests: tuple[str, ...]) -> None:
@@ -116,6 +126,9 @@ def main(argv: list[str] | None = None) -> int:
     chosen = [m for m in table() if options.only in m.fault or options.only in m.file]
     for mutant in chosen:
         mutated(mutant)
+        for killer in mutant.killers:
+            if not (ROOT / killer.split("::")[0]).exists():
+                raise ValueError(f"{mutant.fault}: there is no killer {killer}")
     _warm_up()
     with tempfile.TemporaryDirectory() as folder:
         copies: SimpleQueue[Copy] = SimpleQueue()

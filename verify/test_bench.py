@@ -126,3 +126,17 @@ def test_wrong_bytes_get_no_figure(backend: type[TorchBackend], monkeypatch: pyt
 )
 def test_sizes(text: str, expected: int) -> None:
     assert nbytes(text) == expected
+
+
+def test_verdicts_count_rows_and_name_the_worst(content: dict[str, Any]) -> None:
+    """Computed again from the cells, in another way."""
+    rows = {id(row): row for row, _ in cells(content, "measured")}.values()
+    figures = [{c["backend"]: c for c in row["cells"]} for row in rows]
+    ratios = [c["numba"]["gb_per_s"] / c["torch"]["gb_per_s"] for c in figures]
+    lines = report.verdicts(content, share=0.5, run_bytes=1)
+    assert f"in {sum(r >= 1 for r in ratios)} of {len(ratios)} rows" in lines[-1]
+    assert f"ratio is {min(ratios):.2f} " in lines[-1]
+    numba = [c["numba"]["percent_of_copy"] for c in figures]
+    assert f"numba: {sum(p >= 50 for p in numba)} of {len(numba)} rows" in lines[1]
+    assert f"the lowest is {min(numba):.0f}%" in lines[1]
+    assert report.verdicts(content, run_bytes=1 << 40) == lines[-1:]

@@ -13,5 +13,5 @@ class Backend(Protocol):
     """Moves bytes as a plan says. It never looks at a layout or a pool, only at addresses, strides and runs."""
 
     def execute(self, plan: Plan, layers: tuple[int | None, ...], items: Items, direction: str) -> Receipt:
-        """Move `items` of the given layers, in that order. `direction` is "backup" (to the host) or "load"."""
+        """Move `items` of the given layers, in any order. `direction` is "backup" (to the host) or "load"."""
         ...

@@ -19,7 +19,7 @@ def main() -> int:
     settings = options.settings(args, parser)
     rows = list(tqdm(measure.rows(settings), total=measure.count_rows(settings), unit="row", file=sys.stderr))
     content = results.as_json(settings, rows, command_line("verify.bench"))
-    print(report.as_text(report.matrix(content)))
+    print(report.as_text(report.matrix(content)), *report.verdicts(content), sep="\n")
     if args.out:
         results.write(args.out, content)
     return int(report.counts(content)["wrong"] > 0)

@@ -1,7 +1,7 @@
-"""The ceiling: plain copies of contiguous memory, as many bytes, between the same two kinds of memory.
+"""The plain copy: contiguous memory, as many bytes, between the same two kinds of memory.
 
-A transfer cannot beat a copy that has nothing to gather. What counts as "plain memcpy" is the faster of two copies that
-everybody has at hand, by the median of the row it stands next to.
+It is the faster of two copies that everybody has at hand, by the median of the row it stands next to. It is a yardstick
+and no ceiling: a backend that bypasses the caches where these two do not can be faster.
 """
 
 from __future__ import annotations

@@ -48,6 +48,54 @@ def counts(content: Content) -> dict[str, int]:
     return found
 
 
+def verdicts(content: Content, share: float = 0.6, run_bytes: int = 4096) -> list[str]:
+    """How each backend stands against the plain copy (on long runs), and against the first backend."""
+    first, *others = content["settings"]["backends"]
+    lines = []
+    for backend in (first, *others):
+        long = [
+            (cell["percent_of_copy"], row)
+            for row, cell in _measured(content, backend)
+            if min(run["bytes"] for run in row["runs"]) >= run_bytes
+        ]
+        if long:
+            lowest, row = min(long, key=lambda found: found[0])
+            enough = sum(percent >= 100 * share for percent, _ in long)
+            lines.append(
+                f"{backend}: {enough} of {len(long)} rows with runs of {size(run_bytes)} and more reach {share:.0%} of "
+                f"the plain copy; the lowest is {lowest:.0f}% ({_row_name(row)})"
+            )
+    for backend in others:
+        ratios = [
+            (cell["gb_per_s"] / rival["gb_per_s"], row)
+            for row, cell in _measured(content, backend)
+            for rival in row["cells"]
+            if rival["backend"] == first and rival["status"] == "measured"
+        ]
+        if ratios:
+            lowest, row = min(ratios, key=lambda found: found[0])
+            faster = sum(ratio >= 1 for ratio, _ in ratios)
+            lines.append(
+                f"{backend} is no slower than {first} in {faster} of {len(ratios)} rows; the lowest ratio is "
+                f"{lowest:.2f} ({_row_name(row)})"
+            )
+    return lines
+
+
+def _measured(content: Content, backend: str) -> list[tuple[Content, Content]]:
+    """Rows with the cell of one backend, where it was measured."""
+    return [
+        (row, cell)
+        for row in content["rows"]
+        for cell in row["cells"]
+        if cell["backend"] == backend and cell["status"] == "measured"
+    ]
+
+
+def _row_name(row: Content) -> str:
+    return f"{row['model']} {row['pool']}, {row['layout']}, {row['direction']}"
+
+
 def as_text(table: Table) -> str:
     """Aligned columns: names to the left, figures to the right."""
     lines = [table.head, *table.body]
