@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, deque
+from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import psutil
@@ -82,9 +84,15 @@ class Budget:
         self._released: deque[tuple[str, int]] = deque()
 
     @classmethod
-    def of_this_machine(cls, ranks: int = 1, reserve: int = 10 * 2**30) -> Budget:
-        """One rank's share of the memory that is available now, less a reserve for everything else (as upstream)."""
-        return cls(max(psutil.virtual_memory().available - reserve, 0) // ranks)
+    def of_this_machine(
+        cls, ranks: int = 1, reserve: int = 10 * 2**30, cgroups: Path = Path("/sys/fs/cgroup")
+    ) -> Budget:
+        """One rank's share of the memory that is available now, less a reserve for everything else (as upstream).
+
+        What the machine has and what the limits of its control groups (a container's, say) leave: the less counts.
+        """
+        available = min([psutil.virtual_memory().available, *_headrooms(cgroups)])
+        return cls(max(available - reserve, 0) // ranks)
 
     @property
     def available(self) -> int:
@@ -107,3 +115,23 @@ class Budget:
     def release(self, owner: str, nbytes: int) -> None:
         """Give back what was booked."""
         self._released.append((owner, nbytes))
+
+
+def _headrooms(cgroups: Path) -> Iterator[int]:
+    """Bytes that each limit on this process leaves: of its control group and of all groups around it, v2 and v1."""
+    own = Path("/proc/self/cgroup")
+    groups = [line.split(":", 2) for line in own.read_text().splitlines()] if own.exists() else []
+    for root, controller, limit, usage in (
+        (cgroups, "", "memory.max", "memory.current"),
+        (cgroups / "memory", "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
+    ):
+        paths = [path for _, controllers, path in groups if controller in controllers.split(",")]
+        # In a container the path may be the host's, and then nothing lies there: the root is the container's own group.
+        folders = {root} | {root / part for path in paths for part in (Path(path[1:]), *Path(path[1:]).parents)}
+        for folder in folders:
+            try:
+                limited, used = (folder / limit).read_text().strip(), (folder / usage).read_text()
+            except OSError:
+                continue
+            if limited != "max":
+                yield int(limited) - int(used)

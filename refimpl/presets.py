@@ -1,6 +1,7 @@
-"""Pools of real models, each number with its source, and the toy pools of the suite.
+"""Kinds of pools, and the pools of real models, each number with its source.
 
-Geometry is that of one tensor-parallel rank. Sources: [H] a public model config, [W] the SGLang 0.5.23 package.
+Geometry is that of one tensor-parallel rank. Sources: [H] a public model config, [W] the SGLang 0.5.23 package,
+[K] general knowledge of a public config that was not read, [2] second-hand: articles or cut-down configs.
 """
 
 from __future__ import annotations
@@ -135,13 +136,12 @@ def v4_paged(
 ) -> PoolSpec:
     """DeepSeek V4 page rows of `item_bytes`; with `entries`, that many values of each width in `entry_bytes`, in turn.
 
-    For the known rows of the model (SWA, C4, C128 and the C4 indexer) the entries are filled in.
+    Without, the rows of the model are known by their bytes (`V4_ROWS`), and others move only as a whole. `ValueError`
+    for entries that take more than the row.
     """
-    entries = entries or V4_ENTRIES.get(name, 0) * page_size // 256
-    widths = (128, 4) if name == "c4_indexer" else entry_bytes
-    segments = tuple(Segment(entries, width) for width in widths) if entries else ()
-    if sum(s.entries * s.bytes for s in segments) > item_bytes:
-        segments = ()  # a row of another make: it moves as a whole
+    if not entries and page_size == 256:
+        entries, entry_bytes = V4_ROWS.get(item_bytes, (0, ()))
+    segments = tuple(Segment(entries, width) for width in entry_bytes) if entries else ()
     return _page_rows(name, layers, item_bytes, page_size, segments, "v4_paged", name, indices_from)
 
 
@@ -184,7 +184,13 @@ def _layer_ids(layers: Layers) -> tuple[tuple[int, ...] | None, int]:
 
 # ---- DeepSeek V4: bytes of a page of 256 tokens [W deepseek_v4_memory_pool.py]
 
-V4_ENTRIES = {"swa": 256, "c4": 64, "c128": 2, "c4_indexer": 64}
+# bytes of a row -> entries in it, bytes of each entry's value and scale: SWA, C4, C128, C4 indexer
+V4_ROWS: dict[int, tuple[int, tuple[int, ...]]] = {
+    149760: (256, (576, 8)),
+    37440: (64, (576, 8)),
+    1728: (2, (576, 8)),
+    8448: (64, (128, 4)),
+}
 
 
 def padded(nbytes: int, multiple: int = 576) -> int:
@@ -204,10 +210,10 @@ def _v4(layers: int, ratios: Callable[[int], int], page_size: int) -> dict[str, 
     c128 = tuple(i for i in every if ratios(i) == 128)
     pools = [
         PoolSpec("kv", 0, 256, (), "logical"),
-        v4_paged("swa", every, padded(256 * 584)),
-        v4_paged("c4", c4, padded(64 * 584), indices_from="kv"),
-        v4_paged("c4_indexer", c4, 64 * (128 + 4), indices_from="kv"),
-        v4_paged("c128", c128, padded(2 * 584), indices_from="kv"),
+        v4_paged("swa", every, padded(256 * 584), 256, 256, (576, 8)),
+        v4_paged("c4", c4, padded(64 * 584), 256, 64, (576, 8), indices_from="kv"),
+        v4_paged("c4_indexer", c4, 64 * (128 + 4), 256, 64, (128, 4), indices_from="kv"),
+        v4_paged("c128", c128, padded(2 * 584), 256, 2, (576, 8), indices_from="kv"),
         v4_state("c4_state", c4, ring=8, slot_bytes=8192),
         v4_state("c4_indexer_state", c4, ring=8, slot_bytes=2048),
     ]
@@ -218,10 +224,22 @@ def _v4(layers: int, ratios: Callable[[int], int], page_size: int) -> dict[str, 
 
 
 def _shared(total: int, tp: int, what: str) -> int:
-    """A rank's part of `total`; KV heads are replicated when there are fewer than ranks."""
+    """A rank's part of `total`, which is replicated when there are fewer than ranks (KV heads, groups of states)."""
     if total % tp and tp % total:
         raise ValueError(f"{total} {what} cannot be shared by {tp} ranks")
     return max(total // tp, 1)
+
+
+def _states(heads: int, head_dim: int, groups: int, state: int, tp: int) -> tuple[tuple[int, int], tuple[int, ...]]:
+    """Shapes of a rank's conv state (kernel of 4) and temporal state. Groups are replicated, heads never [W].
+
+    >>> _states(128, 64, 8, 128, tp=1), _states(128, 64, 8, 128, tp=16)
+    (((10240, 3), (128, 64, 128)), ((768, 3), (8, 64, 128)))
+    """
+    if heads % tp:
+        raise ValueError(f"{heads} state heads cannot be shared by {tp} ranks")
+    own = heads // tp
+    return (own * head_dim + 2 * _shared(groups, tp, "state groups") * state, 3), (own, head_dim, state)
 
 
 def _gqa(layers: int, kv_heads: int, head_dim: int) -> Callable[[int, int], dict[str, PoolSpec]]:
@@ -236,17 +254,18 @@ def _hybrid(
     kv_heads: int,
     head_dim: int,
     states: Sequence[int],
-    conv: tuple[int, int],
-    temporal: tuple[int, int, int],
+    state_heads: int,
+    state_head_dim: int,
+    groups: int,
+    state: int,
 ) -> Callable[[int, int], dict[str, PoolSpec]]:
-    """Attention layers and recurrent layers; conv channels and temporal heads divide by the TP size."""
+    """Attention layers and recurrent layers."""
 
     def build(tp: int, page_size: int) -> dict[str, PoolSpec]:
         heads = _shared(kv_heads, tp, "KV heads")
         kv = mha(max(attention) + 1, heads, head_dim, page_size=page_size)
         owned = tuple(replace(c, layers=tuple(attention)) for c in kv.components)
-        conv_shape = (_shared(conv[0], tp, "conv channels"), conv[1])
-        temporal_shape = (_shared(temporal[0], tp, "state heads"), *temporal[1:])
+        conv_shape, temporal_shape = _states(state_heads, state_head_dim, groups, state, tp)
         return {
             "kv": replace(kv, components=owned),
             "mamba": mamba(states, [conv_shape], temporal_shape=temporal_shape),
@@ -269,34 +288,36 @@ def _mimo_like(tp: int, page_size: int) -> dict[str, PoolSpec]:
 
 
 def _flash_ratio(layer: int) -> int:
+    """[2] A synopsis of the model card and a config cut to five layers: 0, 0, 4, 128, 4."""
     return 0 if layer < 2 else 4 if layer % 2 == 0 else 128
 
 
 def _pro_ratio(layer: int) -> int:
+    """[2] An article."""
     return 128 if layer < 2 else 4 if layer % 2 == 0 else 128
 
 
 _QWEN3_NEXT_ATTENTION = tuple(range(3, 48, 4))
 _QWEN3_NEXT_STATES = tuple(i for i in range(48) if i not in _QWEN3_NEXT_ATTENTION)
-# [H] hybrid_override_pattern of Nemotron-H-8B: M a Mamba layer, * attention, - an MLP
+# [W] default pattern of Nemotron-H: M a Mamba layer, * attention, - an MLP
 _NEMOTRON = "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-"
 _NEMOTRON_STATES = tuple(i for i, kind in enumerate(_NEMOTRON) if kind == "M")
 _NEMOTRON_ATTENTION = tuple(i for i, kind in enumerate(_NEMOTRON) if kind == "*")
 
 MODELS: dict[str, Callable[[int, int], dict[str, PoolSpec]]] = {
-    "llama-3.1-8b": _gqa(32, 8, 128),  # public config
-    "llama-3.1-70b": _gqa(80, 8, 128),  # public config
+    "llama-3.1-8b": _gqa(32, 8, 128),  # [K]
+    "llama-3.1-70b": _gqa(80, 8, 128),  # [K]
     "qwen3-8b": _gqa(36, 8, 128),  # [H]
     "qwen3-32b": _gqa(64, 8, 128),  # [H]
     "deepseek-v3": _deepseek_v3,  # [H] 61 layers, 512 + 64
-    "deepseek-v3.2": _deepseek_v32,  # [W] packed row of 656 B, [H] index_head_dim 128
-    "deepseek-v4-flash": lambda tp, page_size: _v4(43, _flash_ratio, page_size),  # [W]
-    "deepseek-v4-pro": lambda tp, page_size: _v4(61, _pro_ratio, page_size),  # second-hand; verify with config.json
-    "qwen3-next": _hybrid(  # [W] 36 recurrent and 12 attention layers
-        _QWEN3_NEXT_ATTENTION, 2, 256, _QWEN3_NEXT_STATES, (8192, 3), (32, 128, 128)
+    "deepseek-v3.2": _deepseek_v32,  # [W] packed row of 656 B, [H] 61 layers, index_head_dim 128
+    "deepseek-v4-flash": lambda tp, page_size: _v4(43, _flash_ratio, page_size),  # [W] layers and rows, [2] ratios
+    "deepseek-v4-pro": lambda tp, page_size: _v4(61, _pro_ratio, page_size),  # [W] rows, [2] layers and ratios
+    "qwen3-next": _hybrid(  # [W] 36 recurrent and 12 attention layers; 32 V heads, and as groups 16 K heads, all of 128
+        _QWEN3_NEXT_ATTENTION, 2, 256, _QWEN3_NEXT_STATES, state_heads=32, state_head_dim=128, groups=16, state=128
     ),
     "nemotron-h": _hybrid(  # [W] defaults: 24 recurrent, 4 attention layers of 52
-        _NEMOTRON_ATTENTION, 8, 128, _NEMOTRON_STATES, (10240, 3), (128, 64, 128)
+        _NEMOTRON_ATTENTION, 8, 128, _NEMOTRON_STATES, state_heads=128, state_head_dim=64, groups=8, state=128
     ),
     "mimo-like": _mimo_like,  # [W] K 192, V 128, 4 heads; the number of layers is ours
 }
@@ -306,6 +327,8 @@ def model(name: str, tp: int = 1, page_size: int | None = None) -> dict[str, Poo
     """The host pools of one rank of a model, by name. Pages hold 64 tokens unless said otherwise (V4: always 256)."""
     if name not in MODELS:
         raise ValueError(f"no model {name!r}; there are {', '.join(MODELS)}")
+    if tp < 1:
+        raise ValueError(f"tp must be at least 1, got {tp}")
     if page_size is None:
         page_size = 256 if name.startswith("deepseek-v4") else 64
     return MODELS[name](tp, page_size)

@@ -1,13 +1,21 @@
-"""How many pages a host pool gets: our rule and upstream's, which differ by a page.
+"""How many pages a host pool gets: our rule, the same for every pool, and upstream's, which depends on the family.
 
-GB means 1e9 bytes, as upstream's `--hicache-size` does. `rule="fit"` never exceeds what was asked for;
-`rule="sglang"` adds upstream's extra page (`HostKVCache`: `page_num = size // page_size + 1`), which may exceed a byte
-budget by part of a page and a ratio by up to a page.
+GB means 1e9 bytes, as upstream's `--hicache-size` does. `rule="fit"` never exceeds what was asked for. `rule="sglang"`:
+
+| family                            | pages of upstream (`P` slots a page)         | sized by        |
+|-----------------------------------|----------------------------------------------|-----------------|
+| token pools, "custom"             | `size // P + 1`, `size` = slots asked for    | ratio or bytes  |
+| "mamba" (`P` = 1)                 | the same: `size + 1`                         | ratio or bytes  |
+| "dsa"                             | `(size + P + 1) // P`, `size` = anchor's     | its anchor      |
+| "v4_paged", "v4_state", "logical" | `int(ceil(device_slots / P) * ratio)`        | ratio           |
+
+The extra page may exceed a byte budget by part of a page and a ratio by up to a page. A DSA indexer's anchor counts
+with its padded size, pages times `P`, extra page included: the indexer has at least one page more than its anchor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
 from refimpl.geometry import PoolSpec
@@ -17,7 +25,7 @@ GB = 10**9
 
 
 def pages_for_bytes(spec: PoolSpec, nbytes: int, rule: Rule = "fit") -> int:
-    """Pages for a byte budget.
+    """Pages for a byte budget. `ValueError` for families that upstream does not size by bytes.
 
     >>> import torch; from refimpl import presets
     >>> spec = presets.mha(layers=32, heads=8, head_dim=128, dtype=torch.bfloat16, page_size=64)
@@ -25,19 +33,31 @@ def pages_for_bytes(spec: PoolSpec, nbytes: int, rule: Rule = "fit") -> int:
     (119, 120)
     """
     _require_bytes(spec)
-    return nbytes // spec.page_bytes if rule == "fit" else _padded(slots_for_bytes(spec, nbytes), spec.page_size)
+    if rule == "fit":
+        return nbytes // spec.page_bytes
+    _require_sized_by_bytes(spec)
+    return _padded(slots_for_bytes(spec, nbytes), spec.page_size)
 
 
 def pages_for_ratio(spec: PoolSpec, device_slots: int, ratio: float, rule: Rule = "fit") -> int:
     """Pages for `ratio` host slots per device slot.
 
+    With `rule="sglang"`, a DSA indexer has the size of its anchor: pass the anchor's padded host size (its pages times
+    its page size) as `device_slots`, and a ratio of 1.
+
     >>> import torch; from refimpl import presets
     >>> spec = presets.mha(layers=1, heads=1, head_dim=8, dtype=torch.uint8, page_size=64)
     >>> pages_for_ratio(spec, 1000, 2.0), pages_for_ratio(spec, 1024, 2.0, rule="sglang")
     (31, 33)
+    >>> indexer = presets.dsa_indexer(layers=1, page_size=64)
+    >>> pages_for_ratio(indexer, 33 * 64, 1, rule="sglang")
+    34
     """
-    slots = int(device_slots * ratio)
-    return slots // spec.page_size if rule == "fit" else _padded(slots, spec.page_size)
+    if rule == "fit":
+        return int(device_slots * ratio) // spec.page_size
+    if spec.family in _PAGES_FOR_RATIO:
+        return _PAGES_FOR_RATIO[spec.family](device_slots, ratio, spec.page_size)
+    return _padded(int(device_slots * ratio), spec.page_size)
 
 
 def slots_for_bytes(spec: PoolSpec, nbytes: int) -> int:
@@ -56,6 +76,7 @@ def common_pages(stages: Sequence[PoolSpec], nbytes: int, rule: Rule = "fit") ->
         raise ValueError(f"none of {len(stages)} pipeline ranks stores a byte of this pool; size it by its anchor")
     if rule == "fit":
         return min(pages_for_bytes(spec, nbytes) for spec in storing)
+    _require_sized_by_bytes(storing[0])
     return _padded(min(slots_for_bytes(spec, nbytes) for spec in storing), storing[0].page_size)
 
 
@@ -74,5 +95,27 @@ def _require_bytes(spec: PoolSpec) -> None:
         raise ValueError(f"pool {spec.name!r} stores no bytes; size it by its anchor")
 
 
+def _require_sized_by_bytes(spec: PoolSpec) -> None:
+    if spec.family in _PAGES_FOR_RATIO:
+        raise ValueError(f"SGLang sizes no {spec.family} pool by bytes ({spec.name!r}); use pages_for_ratio")
+
+
 def _padded(slots: int, page_size: int) -> int:
     return slots // page_size + 1
+
+
+def _after_anchor(anchor_slots: int, ratio: float, page_size: int) -> int:
+    return (int(anchor_slots * ratio) + page_size + 1) // page_size
+
+
+def _unpadded(device_slots: int, ratio: float, page_size: int) -> int:
+    return int(-(-device_slots // page_size) * ratio)
+
+
+# Families without the padding page of token pools; upstream takes no byte budget for them.
+_PAGES_FOR_RATIO: dict[str, Callable[[int, float, int], int]] = {
+    "dsa": _after_anchor,
+    "v4_paged": _unpadded,
+    "v4_state": _unpadded,
+    "logical": _unpadded,
+}

@@ -20,6 +20,7 @@ import pytest
 import torch
 
 from refimpl import (
+    Budget,
     Component,
     DevicePool,
     HostMemory,
@@ -768,6 +769,118 @@ def test_a_pipeline_rank_without_layers_does_not_limit_the_others(rule: str) -> 
 def test_one_budget_is_divided_not_given_to_each_pool() -> None:
     """B28"""
     assert shares({"full": 3, "window": 1}, GB) == {"full": 750_000_000, "window": 250_000_000}
+
+
+# pool, device slots, ratio -> pages of upstream
+RATIOS: list[tuple[PoolSpec, int, float, int]] = [
+    (presets.mha(2, 2, 8, BF16, 64), 1000, 1.5, 24),
+    (presets.mha(2, 2, 8, BF16, 64, v_head_dim=4), 1000, 1.5, 24),
+    (presets.mha_k_only(2, 2, 8, BF16, 64), 1000, 1.5, 24),
+    (presets.mla(2, 8, BF16, 64), 1000, 1.5, 24),
+    (presets.mha_quantised(2, 2, 8, 1, 64), 1000, 1.5, 24),
+    (replace(presets.mla(2, 8, BF16, 64), family="custom"), 1000, 1.5, 24),
+    (presets.mamba(2, [(3, 2)]), 100, 1.5, 151),
+    (presets.v4_paged("c4", 2, 37440), 1000, 1.5, 6),  # ceil(1000 / 256) = 4 pages on the device
+    (presets.v4_paged("c4", 2, 37440), 1025, 1.5, 7),
+    (presets.v4_paged("c4", 2, 37440), 1024, 2.0, 8),
+    (presets.v4_state("c4_state", 2, 8, 8192), 1000, 1.5, 6),
+    (PoolSpec("kv", 0, 256, (), "logical"), 1000, 1.5, 6),
+]
+
+
+@pytest.mark.parametrize(("spec", "device_slots", "ratio", "right"), RATIOS)
+def test_the_padding_page_of_upstream_depends_on_the_kind_of_pool(
+    spec: PoolSpec, device_slots: int, ratio: float, right: int
+) -> None:
+    """B28: token pools and states get one more, DeepSeek V4 none; "fit" is the same for all."""
+    assert pages_for_ratio(spec, device_slots, ratio, rule="sglang") == right
+    assert pages_for_ratio(spec, device_slots, ratio) == int(device_slots * ratio) // spec.page_size
+
+
+@pytest.mark.parametrize(("page_size", "anchor_pages", "right"), [(64, 24, 25), (2, 751, 752), (1, 1501, 1503)])
+def test_an_indexer_has_more_pages_than_its_anchor(page_size: int, anchor_pages: int, right: int) -> None:
+    """B28: (size + P + 1) // P, where size is the anchor's slots on the host, its padding page included."""
+    anchor, indexer = presets.mla(2, 8, BF16, page_size), presets.dsa_indexer(2, page_size=page_size)
+    assert pages_for_ratio(anchor, 1000, 1.5, rule="sglang") == anchor_pages
+    size = anchor_pages * page_size
+    assert pages_for_ratio(indexer, size, 1, rule="sglang") == (size + page_size + 1) // page_size == right
+    assert pages_for_ratio(indexer, size, 1) == anchor_pages
+
+
+def test_bytes_buy_states_and_one_more() -> None:
+    """B28"""
+    spec = presets.mamba(1, [(50,)], BYTE)
+    assert pages_for_bytes(spec, 999) == 19
+    assert pages_for_bytes(spec, 999, rule="sglang") == 20
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        presets.v4_paged("c4", 2, 37440),
+        presets.v4_state("c4_state", 2, 8, 8192),
+        presets.dsa_indexer(2, page_size=64),
+    ],
+    ids=lambda spec: spec.family,
+)
+def test_what_upstream_does_not_size_by_bytes_is_refused(spec: PoolSpec) -> None:
+    """B28: `--hicache-size` is refused for DeepSeek V4, an indexer follows its anchor; "fit" takes bytes for all."""
+    for ask in (lambda: pages_for_bytes(spec, GB, "sglang"), lambda: common_pages([spec], GB, "sglang")):
+        with pytest.raises(ValueError, match=f"sizes no {spec.family} pool by bytes"):
+            ask()
+    assert pages_for_bytes(spec, GB) == common_pages([spec], GB) == GB // spec.page_bytes
+
+
+V2, V1_IN_GROUP = ("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")
+V1 = ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes")
+
+
+def limit(root: Path, names: tuple[str, str], allowed: int | str, used: int) -> None:
+    for name, value in zip(names, (allowed, used), strict=True):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(f"{value}\n")
+
+
+@pytest.mark.parametrize("names", [V2, V1], ids=["v2", "v1"])
+def test_a_budget_stays_below_the_limit_of_the_container(names: tuple[str, str], tmp_path: Path) -> None:
+    """B28: (limit - usage - reserve) // ranks, exactly; no machine that runs this has less than 3 MB left."""
+    limit(tmp_path, names, 5_000_000, 2_000_000)
+    totals = {
+        (ranks, reserve): Budget.of_this_machine(ranks, reserve, tmp_path).total
+        for ranks, reserve in [(1, 0), (2, 0), (1, 1_000_000), (3, 1_000_000), (1, 3_000_001)]
+    }
+    assert list(totals.values()) == [3_000_000, 1_500_000, 2_000_000, 666_666, 0]
+
+
+def test_the_tighter_of_two_limits_counts(tmp_path: Path) -> None:
+    """B28"""
+    limit(tmp_path, V2, 5_000_000, 2_000_000)
+    limit(tmp_path, V1, 4_000_000, 2_000_000)
+    assert Budget.of_this_machine(1, 0, tmp_path).total == 2_000_000
+    limit(tmp_path, V2, 5_000_000, 6_000_000)
+    assert Budget.of_this_machine(1, 0, tmp_path).total == 0
+
+
+@pytest.mark.parametrize("case", ["absent", "max", "more than there is"])
+def test_without_a_limit_the_memory_of_the_machine_counts(case: str, tmp_path: Path) -> None:
+    """B28: what is available changes all the time, so only bounds are known."""
+    if case == "max":
+        limit(tmp_path, V2, "max", 2_000_000)
+    elif case == "more than there is":
+        limit(tmp_path, V1, 2**63 - 4096, 2_000_000)
+    assert 3_000_000 < Budget.of_this_machine(1, 0, tmp_path).total <= psutil.virtual_memory().total
+    assert Budget.of_this_machine(1, 2**62, tmp_path).total == 0
+
+
+@pytest.mark.skipif(not Path("/proc/self/cgroup").exists(), reason="control groups are Linux's")
+def test_the_group_of_this_process_counts_like_those_around_it(tmp_path: Path) -> None:
+    """B28"""
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers in ("", "memory"):
+            root = tmp_path / (controllers or "unified")
+            limit(root / controllers / path[1:], V1_IN_GROUP if controllers else V2, 5_000_000, 2_000_000)
+            assert Budget.of_this_machine(1, 0, root).total == 3_000_000
     assert sum(shares({"a": 1, "b": 1, "c": 1}, GB).values()) <= GB
 
 
