@@ -103,7 +103,7 @@ def complete() -> list[Cell]:
 def covered(strength: int = 3) -> list[Cell]:
     """For every layout and backend all combinations of `strength` other axes; pools and rounds take turns."""
     allowed = [pair for pair in pairs() if refusal(*pair) is None and TOYS[pair[0]](4).components]
-    rows = [
+    rows: list[dict[str, Any]] = [
         dict(row) for row in covering_array({axis: list(values) for axis, values in AXES.items()}, strength=strength)
     ]
     cells = []
