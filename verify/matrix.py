@@ -106,11 +106,12 @@ def covered(strength: int = 3) -> list[Cell]:
     rows: list[dict[str, Any]] = [
         dict(row) for row in covering_array({axis: list(values) for axis, values in AXES.items()}, strength=strength)
     ]
-    cells = []
+    for row in rows:
+        if (row["direction"], row["pattern"]) == ("round trip", "repeated source"):
+            row["pattern"] = "shuffled"  # a page that was saved twice has no one way back
+    cells: list[Cell] = []
     for at, (layout, backend) in enumerate(itertools.product(LAYOUTS, BACKENDS)):
         for i, row in enumerate(rows, start=at):
-            if (row["direction"], row["pattern"]) == ("round trip", "repeated source"):
-                row = row | {"pattern": "shuffled"}  # a page that was saved twice has no one way back
             pools = [pool for pool, *rest in allowed if rest == [layout, backend, row["direction"]]]
             able = [pool for pool in pools if TOYS[pool](row["page_size"]).page_size == row["page_size"]]
             if able:

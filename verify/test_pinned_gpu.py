@@ -18,13 +18,19 @@ MIB = 2**20
 pytestmark = pytest.mark.gpu
 
 
+def memory_of(host: HostPool) -> torch.Tensor:
+    """The one tensor of the pool."""
+    ((_, (tensor,)),) = host.storage
+    return tensor
+
+
 def pool(limit: int | None = MIB) -> HostPool:
     return HostPool(SPEC, "page_first", 21, memory=HostMemory(CudaRegistrar()), registration_limit=limit)
 
 
 def test_memory_is_pinned_while_the_pool_is_open_and_not_after() -> None:
     host = pool()
-    tensor = host.buffer("k")
+    tensor = memory_of(host)
     assert tensor.is_pinned()
     host.close()
     assert not tensor.is_pinned()
@@ -39,7 +45,7 @@ def test_a_pool_made_where_a_freed_one_lay_works(closed_by: str) -> None:
     addresses = set()
     for turn in range(200):
         host = pool()
-        addresses.add(host.buffer("k").data_ptr())
+        addresses.add(memory_of(host).data_ptr())
         host.backup(device.pool, slots_of([turn % 21], 64), slots_of([turn % 4], 64))
         expected = fill.layer_bytes(SPEC, 4, "k", 6)[turn % 4]
         assert (fill.host_image(host, "k", 6)[turn % 21] == expected).all()
