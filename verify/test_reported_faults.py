@@ -1124,6 +1124,10 @@ def test_start_up_settles_on_a_pair_that_it_would_not_change_again(decode_receiv
             with pytest.raises(ValueError, match="stores pages"):
                 start_up(**options)  # type: ignore[arg-type]
             continue
+        if options["dcp"] == 2 and not options["mla"]:
+            with pytest.raises(NotImplementedError, match="needs a model with MLA"):
+                start_up(**options)  # type: ignore[arg-type]
+            continue
         first = start_up(**options)  # type: ignore[arg-type]
         if options["npu"]:
             assert first.backend == "kernel_ascend"
@@ -1145,7 +1149,7 @@ def test_start_up_settles_on_a_pair_that_it_would_not_change_again(decode_receiv
         ({"backend": "direct"}, ("page_first_direct", "direct")),
         ({"layout": "layer_first", "storage": "mooncake"}, ("page_first", "kernel")),
         ({"layout": "layer_first", "storage": "mooncake", "backend": "direct"}, ("page_first_direct", "direct")),
-        ({"layout": "layer_first", "storage": "mooncake", "dcp": 2}, ("layer_first", "kernel")),
+        ({"layout": "layer_first", "storage": "mooncake", "dcp": 2, "mla": True}, ("layer_first", "kernel")),
         ({"backend": "direct", "unified_memory": True}, ("page_first", "kernel")),
         ({"decode_receives_early": True}, ("layer_first", "kernel")),
         ({"layout": "page_head", "backend": "direct"}, ("page_head", "direct")),  # not mended: the pool refuses it

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from refimpl import LAYOUTS, Path, PoolSpec, Refusal, UnsupportedPairing, presets, support
+from refimpl.backends import registry
 from refimpl.support import BACKENDS, DIRECTIONS, PLATFORMS, PROFILES, StartUp, capabilities, require, start_up
 from verify.toys import TOYS
 
@@ -82,26 +83,70 @@ def test_the_message_names_everything_needed_to_choose_again() -> None:
         assert told in str(refused.value)
 
 
-# pool, layout -> path of `kernel` when writing back, by version. Rows of 72, 144 and 256 B: multiples of 8, 16 and 128.
-STAGING = [
+# pool, layout -> path of a write-back by `kernel` in each version (None: it failed). Rows of 72, 144 and 256 B are
+# multiples of 8, 16 and 128.
+VERSIONS = ("sglang-21631", "sglang-28434", "sglang")
+STAGING: list[tuple[PoolSpec, str, tuple[str | None, ...]]] = [
     (presets.mha(2, 1, 128, torch.bfloat16, 16), "page_first", ("staged", "staged", "staged")),
-    (presets.mha(2, 1, 72, torch.bfloat16, 16), "page_first", ("kernel", "staged", "staged")),
-    (presets.mha(2, 1, 36, torch.bfloat16, 16), "page_first", ("kernel", "kernel", "kernel")),
+    (presets.mha(2, 1, 72, torch.bfloat16, 16), "page_first", (None, "staged", "staged")),
+    (presets.mha(2, 1, 36, torch.bfloat16, 16), "page_first", (None, "kernel", "kernel")),
     (presets.mha(2, 1, 128, torch.bfloat16, 16), "layer_first", ("kernel", "kernel", "kernel")),
-    (presets.mla(2, 576, torch.uint8, 16), "page_first", ("kernel", "staged", "staged")),
-    (presets.v4_paged("c4", 2, 37440), "page_first", ("kernel", "staged", "staged")),
-    (presets.mamba(2, [(8, 4)]), "page_first", ("kernel", "staged", "kernel")),
+    (presets.mla(2, 576, torch.uint8, 16), "page_first", (None, "staged", "staged")),
+    (presets.dsa_indexer(2), "page_first", (None, "staged", "staged")),
+    (presets.v4_paged("c4", 2, 37440), "page_first", (None, "staged", "staged")),
+    (presets.v4_paged("c4", 2, 37440), "layer_first", ("kernel", "kernel", "kernel")),
+    (presets.mamba(2, [(8, 4)]), "page_first", (None, "staged", "kernel")),
+    (presets.mamba(2, [(8, 4)], side_states=[((7,), torch.uint8)]), "page_first", (None, "staged", "kernel")),
 ]
 
 
 @pytest.mark.parametrize(("spec", "layout", "paths"), STAGING)
 def test_sglang_stages_write_backs_by_version_layout_and_alignment(
-    spec: PoolSpec, layout: str, paths: tuple[str, ...]
+    spec: PoolSpec, layout: str, paths: tuple[str | None, ...]
 ) -> None:
-    versions = ("sglang-21631", "sglang-28434", "sglang")
-    found = [support(spec, layout, "kernel", "backup", "cuda", version) for version in versions]
-    assert found == [Path(path) for path in paths]
-    assert all(support(spec, layout, "kernel", "load", "cuda", version) == Path("kernel") for version in versions)
+    found = [support(spec, layout, "kernel", "backup", "cuda", version) for version in VERSIONS]
+    assert [answer.name if isinstance(answer, Path) else None for answer in found] == list(paths)
+    assert all(support(spec, layout, "kernel", "load", "cuda", version) == Path("kernel") for version in VERSIONS[1:])
+
+
+def test_write_backs_that_crashed_are_refused_with_what_they_said() -> None:
+    answer = support(presets.dsa_indexer(2), "page_first", "kernel", "backup", "cuda", "sglang-21631")
+    assert isinstance(answer, Refusal)
+    assert "Destination indices must be a CUDA tensor" in answer.reason
+    early = support(presets.v4_paged("c4", 2, 37440), "page_first", "kernel", "load", "cuda", "sglang-21631")
+    assert isinstance(early, Refusal)
+    assert "layer_first only" in early.reason
+
+
+@pytest.mark.parametrize(("page_size", "scale_bytes", "allowed"), [(128, 16, True), (64, 16, False), (128, 8, False)])
+def test_sglang_must_stage_payload_and_scales_of_mxfp8(page_size: int, scale_bytes: int, allowed: bool) -> None:
+    spec = presets.mha_quantised(2, 1, 128, scale_bytes, page_size)
+    assert bool(support(spec, "page_first", "kernel", "backup", "cuda", "sglang")) == allowed
+
+
+@pytest.mark.parametrize(
+    ("spec", "usable", "reason"),
+    [
+        (presets.mha(2, 1, 64, torch.bfloat16, 16), True, "register kernel"),  # 128 B
+        (presets.mla(2, 576, torch.uint8, 64), True, "TMA kernel"),  # 32 rows a chunk
+        (presets.mla(2, 576, torch.uint8, 16), False, "32 rows of 576 B"),
+        (presets.mla(2, 41, torch.uint8, 64), False, "multiple of 16 B"),
+        (presets.mha(2, 4, 192, v_head_dim=128), False, "unlike width"),
+        (presets.v4_paged("c4", 2, 37440), False, "no JIT load"),
+    ],
+)
+def test_when_sglang_can_use_its_jit_kernels(spec: PoolSpec, usable: bool, reason: str) -> None:
+    flag = capabilities(spec, "page_first", "cuda", "sglang")["can_use_jit"]
+    assert (flag.usable, reason in flag.reason) == (usable, True), flag.reason
+    assert not capabilities(spec, "page_first", "cpu", "sglang")["can_use_jit"]
+
+
+def test_the_reference_claims_only_what_it_can_load() -> None:
+    """A capability is probed: no backend of this name, no flag."""
+    spec = presets.mla(2, 576, torch.bfloat16, 64)
+    for flag, backend in (("can_use_jit", "kernel"), ("can_use_write_back_jit", "staged")):
+        missing = registry.unavailable(backend)
+        assert capabilities(spec, "page_first", "cuda")[flag].usable == (missing is None)
 
 
 def test_sglang_refuses_rows_that_its_kernels_cannot_move() -> None:
@@ -121,7 +166,7 @@ def test_sglang_refuses_rows_that_its_kernels_cannot_move() -> None:
         ({"layout": "page_head", "backend": "direct"}, ("page_head", "direct")),  # not mended: fails later
         ({"layout": "layer_first", "storage": "mooncake"}, ("page_first", "kernel")),
         ({"layout": "layer_first", "backend": "direct", "storage": "mooncake"}, ("page_first_direct", "direct")),
-        ({"layout": "layer_first", "storage": "mooncake", "dcp": 2}, ("layer_first", "kernel")),
+        ({"layout": "layer_first", "storage": "mooncake", "dcp": 2, "mla": True}, ("layer_first", "kernel")),
         ({"layout": "layer_first", "storage": "file"}, ("layer_first", "kernel")),
         ({"layout": "page_first_direct", "unified_memory": True}, ("page_first", "kernel")),
         ({"decode_receives_early": True}, ("layer_first", "kernel")),
@@ -139,6 +184,14 @@ def test_start_up_refuses_a_contradiction() -> None:
     with pytest.raises(ValueError, match="mooncake"):
         start_up(decode_receives_early=True, storage="mooncake")
     assert isinstance(start_up(decode_receives_early=True), StartUp)
+    with pytest.raises(NotImplementedError, match="dcp=2 needs a model with MLA"):
+        start_up(dcp=2)
+
+
+@pytest.mark.parametrize(("option", "value"), [("layout", "page_unified"), ("backend", "staged")])
+def test_start_up_takes_what_the_command_line_takes(option: str, value: str) -> None:
+    with pytest.raises(ValueError, match=f"{option} must be one of .*{value}"):
+        start_up(**{option: value})
 
 
 @pytest.mark.parametrize("profile", PROFILES)

@@ -1,0 +1,707 @@
+"""What a caller may get wrong: each mistake is an error that names it, and no byte has moved and no memory been taken.
+
+At the end: uses that look like mistakes and are none.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+
+from refimpl import (
+    LAYOUTS,
+    Component,
+    DevicePool,
+    HostMemory,
+    HostPool,
+    LogicalPool,
+    PoolSpec,
+    Receipt,
+    Segment,
+    UnsupportedPairing,
+    byte_offset,
+    oracle,
+    presets,
+    support,
+)
+from refimpl.backends.protocol import Backend
+from refimpl.indices import Items
+from refimpl.plan import Plan
+from verify.reported import POISON, fill, poison, raw, slots
+
+BYTE, BF16 = torch.uint8, torch.bfloat16
+SPEC = presets.mha(3, 2, 4, BF16, 4)
+STATES = presets.mamba((0, 2), [(3, 2)], BF16, (2, 2), torch.float32, [((5,), BYTE)])
+KINDS = {"k": 0, "v": 1, "temporal": 2, "conv_0": 3, "side_0": 4, "latent": 5, "c4": 6}
+
+on_every_backend = pytest.mark.parametrize("backend", ["torch", "numba"])
+both_ways = pytest.mark.parametrize("direction", ["backup", "load"])
+
+
+def pair(backend: str = "torch", layout: str = "page_first", spec: PoolSpec = SPEC) -> tuple[HostPool, DevicePool]:
+    """A poisoned host pool of five pages and a filled device pool of six."""
+    host, device = HostPool(spec, layout, 5, backend), DevicePool(spec, 6)
+    poison(host)
+    fill(device, KINDS)
+    return host, device
+
+
+def image(host: HostPool, device: DevicePool) -> list[bytes]:
+    """Every byte of both pools."""
+    spec = device.spec
+    buffers = [device.buffer(c.name, layer) for c in spec.components for layer in spec.layers_of(c)]
+    return [raw(t).tobytes() for t in (*(t for _, held in host.storage for t in held), *buffers)]
+
+
+def only_poison(tensor: torch.Tensor) -> bool:
+    return set(raw(tensor)) <= {POISON}
+
+
+class Untouched(HostMemory):
+    """Memory that nobody may ask for."""
+
+    def map(self, nbytes: int) -> torch.Tensor:
+        raise AssertionError(f"{nbytes} bytes were taken before the mistake was noticed")
+
+
+# ---- Index lists
+
+GOOD = slots([2, 0], 4)
+WRONG_TYPE = "indices must be a 1-D int64 or int32 tensor, got"
+BAD_INDICES: dict[str, tuple[torch.Tensor, str]] = {
+    "floats": (GOOD.float(), f"{WRONG_TYPE} torch.float32"),
+    "16-bit integers": (GOOD.short(), f"{WRONG_TYPE} torch.int16"),
+    "a mask": (GOOD > 0, f"{WRONG_TYPE} torch.bool"),
+    "a table": (GOOD.view(2, 4), f"{WRONG_TYPE} torch.int64 of shape (2, 4)"),
+    "a page that begins inside one": (GOOD + 1, "index 9 begins a page but is no multiple of 4"),
+    "tokens in descending order": (GOOD.flip(0), "index 3 begins a page but is no multiple of 4"),
+    "two tokens exchanged": (
+        GOOD[[0, 2, 1, 3, 4, 5, 6, 7]],
+        "index 10 breaks its page: the 4 tokens must be consecutive",
+    ),
+    "a token twice": (GOOD[[0, 1, 2, 2, 4, 5, 6, 7]], "index 10 breaks its page"),
+    "the second page is broken": (GOOD[[0, 1, 2, 3, 4, 5, 7, 6]], "index 3 breaks its page"),
+    "less than zero": (GOOD - 4, "index -4 is outside the pool's 0.."),
+    "a page past the end": (GOOD + 16, "index 24 is outside the pool's 0.."),
+    "far past the end": (GOOD + 2**40, f"index {2**40 + 8} is outside the pool's 0.."),
+}
+
+
+@on_every_backend
+@both_ways
+@pytest.mark.parametrize("side", ["host", "device"])
+@pytest.mark.parametrize("mistake", BAD_INDICES)
+def test_a_bad_index_list_is_refused_by_side_and_value(mistake: str, side: str, direction: str, backend: str) -> None:
+    bad, reason = BAD_INDICES[mistake]
+    host, device = pair(backend)
+    before = image(host, device)
+    lists = (bad, slots([1, 3], 4)) if side == "host" else (slots([1, 3], 4), bad)
+    with pytest.raises(ValueError, match=re.escape(f"{side} {reason}")):
+        host.prepare(device, lists[0], lists[1], direction).run()
+    assert image(host, device) == before
+    assert host.available_size() == 20
+
+
+def test_a_single_number_is_no_index_list() -> None:
+    host, device = pair()
+    for use in (lambda: host.backup(device, torch.tensor(0), torch.tensor(0)), lambda: host.free(torch.tensor(0))):
+        with pytest.raises(ValueError, match=r"must be a 1-D int64 or int32 tensor, got torch.int64 of shape \(\)"):
+            use()
+
+
+@both_ways
+@pytest.mark.parametrize("side", ["host", "device"])
+def test_the_end_of_each_pool_is_its_own(side: str, direction: str) -> None:
+    """Five pages on the host, six on the device: the sixth exists on one side only."""
+    host, device = pair()
+    sixth, first = slots([5], 4), slots([0], 4)
+    if side == "device":
+        host.prepare(device, first, sixth, direction).run()
+        return
+    with pytest.raises(ValueError, match=r"host index 20 is outside the pool's 0\.\.19"):
+        host.prepare(device, sixth, first, direction)
+
+
+@on_every_backend
+@pytest.mark.parametrize("count", [(4, 8), (8, 4), (0, 4), (4, 0)])
+@both_ways
+def test_lists_of_unequal_length_are_refused(direction: str, count: tuple[int, int], backend: str) -> None:
+    host, device = pair(backend)
+    before = image(host, device)
+    with pytest.raises(ValueError, match=f"must be equally long, got {count[0]} and {count[1]}"):
+        host.prepare(device, torch.arange(count[0]), torch.arange(count[1]), direction).run()
+    assert image(host, device) == before
+
+
+@both_ways
+def test_nothing_on_one_side_and_something_on_the_other_is_refused(direction: str) -> None:
+    host, device = pair()
+    with pytest.raises(ValueError, match="one index list is None while the other one is not empty"):
+        host.prepare(device, None, GOOD, direction)
+    with pytest.raises(ValueError, match="one index list is None while the other one is not empty"):
+        host.prepare(device, GOOD, None, direction)
+
+
+@on_every_backend
+@both_ways
+def test_a_page_cannot_be_written_twice_but_it_can_be_read_twice(direction: str, backend: str) -> None:
+    host, device = pair(backend)
+    twice, apart = slots([1, 3, 1], 4), slots([0, 2, 4], 4)
+    before = image(host, device)
+    written, to, source = ("host", twice, apart) if direction == "backup" else ("device", apart, twice)
+    with pytest.raises(ValueError, match=f"{written} index 4 is written twice by one transfer"):
+        host.prepare(device, to, source, direction).run()
+    assert image(host, device) == before
+    host.prepare(device, source, to, direction).run()
+    if direction == "backup":
+        assert torch.equal(host.page(0)["k"].view(BYTE), host.page(4)["k"].view(BYTE))
+        assert not only_poison(host.page(4)["k"])
+
+
+@pytest.mark.parametrize(
+    ("host_entries", "device_entries", "reason"),
+    [
+        ([0, 5 * 4], [0, 1], r"host index 20 is outside the pool's 0\.\.19"),
+        ([0, 1], [0, -1], r"device index -1 is outside the pool's 0\.\.23"),
+        ([3, 3], [0, 1], "host index 3 is written twice"),
+        ([0], [0, 1], "equally long, got 1 and 2"),
+    ],
+)
+def test_bad_lists_of_entries_are_refused(host_entries: list[int], device_entries: list[int], reason: str) -> None:
+    host, device = pair(spec=presets.v4_paged("c4", 2, 50, 16, entries=4, entry_bytes=(9, 2)))
+    before = image(host, device)
+    with pytest.raises(ValueError, match=reason):
+        host.backup_entries(device, torch.tensor(host_entries), torch.tensor(device_entries))
+    assert image(host, device) == before
+
+
+def test_rows_without_entries_move_only_as_pages() -> None:
+    host, device = pair()
+    before = image(host, device)
+    with pytest.raises(ValueError, match="rows of pool 'kv' are not made of entries, only whole pages move"):
+        host.backup_entries(device, torch.tensor([0]), torch.tensor([0]))
+    assert image(host, device) == before
+
+
+# ---- Pools that do not belong together
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"page_size": 2}, "page_size=2"),
+        ({"layers": 4}, "layers=4"),
+        ({"components": SPEC.components[:1]}, "name='k'"),
+        ({"components": SPEC.components[::-1]}, "name='v'"),
+        ({"components": tuple(replace(c, dtype=torch.float16) for c in SPEC.components)}, "torch.float16"),
+        ({"components": tuple(replace(c, layers=(0, 2, 1)) for c in SPEC.components)}, "(0, 2, 1)"),
+        ({"head_groups": 2}, "head_groups=2"),
+    ],
+    ids=str,
+)
+@both_ways
+def test_pools_of_different_specs_are_refused_and_both_are_named(
+    direction: str, change: dict[str, Any], told: str
+) -> None:
+    host, _ = pair()
+    device = DevicePool(replace(SPEC, **change), 6)
+    with pytest.raises(ValueError, match="are not of one spec") as refused:
+        host.prepare(device, GOOD, GOOD, direction)
+    assert told in str(refused.value)
+    assert all(only_poison(tensor) for _, held in host.storage for tensor in held)
+
+
+def rows(layers: int = 3, count: int = 24) -> list[torch.Tensor]:
+    return [torch.zeros(count, 2, 4, dtype=BF16) for _ in range(layers)]
+
+
+def wide(stride: int = 12) -> list[torch.Tensor]:
+    return [torch.zeros(24 * 12, dtype=BF16).as_strided((24, 2, 4), (stride, 4, 1)) for _ in range(3)]
+
+
+SAME = torch.zeros(24, 2, 4, dtype=BF16)
+BAD_BUFFERS: dict[str, tuple[Callable[[], dict[str, list[torch.Tensor]]], str]] = {
+    "V is missing": (lambda: {"k": rows()}, r"has components \['k', 'v'\], got buffers for \['k'\]"),
+    "one too many": (lambda: {"k": rows(), "v": rows(), "z": rows()}, r"got buffers for \['k', 'v', 'z'\]"),
+    "a layer is missing": (lambda: {"k": rows(2), "v": rows()}, "k: 3 layers own rows, got 2 buffers"),
+    "a layer too many": (lambda: {"k": rows(), "v": rows(4)}, "v: 3 layers own rows, got 4 buffers"),
+    "heads and lanes exchanged": (
+        lambda: {"k": rows(), "v": [*rows(2), torch.zeros(24, 4, 2, dtype=BF16)]},
+        r"v of layer 2: rows must be \(2, 4\), got a buffer of shape \(24, 4, 2\)",
+    ),
+    "heads merged": (
+        lambda: {"k": [t.flatten(1) for t in rows()], "v": rows()},
+        r"k of layer 0: rows must be \(2, 4\)",
+    ),
+    "no rows at all": (lambda: {"k": [torch.tensor(0, dtype=BF16)] * 3, "v": rows()}, r"got a buffer of shape \(\)"),
+    "wider elements": (
+        lambda: {"k": rows(), "v": [t.float() for t in rows()]},
+        r"v of layer 0: elements must have 2 bytes \(torch.bfloat16\), got torch.float32",
+    ),
+    "heads inside lanes": (
+        lambda: {"k": [torch.zeros(24, 4, 2, dtype=BF16).mT for _ in range(3)], "v": rows()},
+        r"k of layer 0: lanes of a row must be packed, got strides \(8, 1, 2\)",
+    ),
+    "every other lane": (
+        lambda: {"k": rows(), "v": [torch.zeros(24, 2, 8, dtype=BF16)[..., ::2] for _ in range(3)]},
+        "v of layer 0: lanes of a row must be packed",
+    ),
+    "rows that overlap": (
+        lambda: {"k": wide(4), "v": rows()},
+        "k of layer 0: rows overlap, 8 elements at a stride of 4",
+    ),
+    "one row repeated": (
+        lambda: {"k": [t[:1].expand(24, 2, 4) for t in rows()], "v": rows()},
+        "k of layer 0: rows overlap, 8 elements at a stride of 0",
+    ),
+    "one buffer for two layers": (
+        lambda: {"k": [SAME, *rows(1), SAME], "v": rows()},
+        "k of layer 2 lies on the same bytes as k of layer 0",
+    ),
+    "one buffer for K and V": (
+        lambda: {"k": [SAME, *rows(2)], "v": [SAME, *rows(2)]},
+        "v of layer 0 lies on the same bytes as k of layer 0",
+    ),
+    "part of a page": (lambda: {"k": rows(count=22), "v": rows()}, "k: 22 rows are no whole number of pages of 4"),
+    "one layer shorter": (
+        lambda: {"k": rows(), "v": [*rows(2), *rows(1, 20)]},
+        "must hold the same number of pages, got .*'v of layer 1': 6, 'v of layer 2': 5",
+    ),
+    "rows at different distances": (
+        lambda: {"k": [*wide()[:2], *rows(1)], "v": rows()},
+        r"k: all layers must share one row stride, got \[8, 12\]",
+    ),
+    "several devices": (
+        lambda: {"k": rows(), "v": [*rows(2), rows()[0].to("meta")]},
+        r"buffers lie on several devices: \['cpu', 'meta'\]",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", BAD_BUFFERS)
+def test_device_buffers_that_do_not_fit_are_refused(mistake: str) -> None:
+    buffers, reason = BAD_BUFFERS[mistake]
+    with pytest.raises(ValueError, match=reason):
+        DevicePool.wrap(SPEC, buffers())
+
+
+# ---- Pools that cannot be built
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "told"),
+    [
+        ({"layout": "page_fist"}, UnsupportedPairing, "there is no layout 'page_fist', only layer_first, page_first"),
+        ({"backend": "tourch"}, UnsupportedPairing, "there is no backend 'tourch', only torch, numba"),
+        ({"backend": "kernel"}, UnsupportedPairing, "kernel moves bytes to and from cuda memory, not cpu"),
+        ({"layout": "page_first_kv_split"}, UnsupportedPairing, "k, v names no split"),
+        ({"platform": "tpu"}, ValueError, "platform must be one of ('cpu', 'cuda'), got 'tpu'"),
+        ({"profile": "vllm"}, ValueError, "profile must be one of ('reference', 'sglang'"),
+        ({"num_pages": -1}, ValueError, "num_pages must not be negative, got -1"),
+    ],
+    ids=str,
+)
+def test_a_pool_that_cannot_be_built_takes_no_memory(arguments: dict[str, Any], error: type, told: str) -> None:
+    options: dict[str, Any] = {"layout": "page_first", "num_pages": 5, "platform": "cpu", "memory": Untouched()}
+    with pytest.raises(error, match=re.escape(told)):
+        HostPool(SPEC, **options | arguments)
+
+
+@pytest.mark.parametrize("what", ["direction", "platform", "profile"])
+def test_the_support_table_knows_its_words(what: str) -> None:
+    words = {"direction": "backup", "platform": "cpu", "profile": "reference"} | {what: "elsewhere"}
+    with pytest.raises(ValueError, match=f"{what} must be one of .*, got 'elsewhere'"):
+        support(SPEC, "page_first", "torch", **words)
+
+
+BAD_COMPONENTS: list[tuple[dict[str, Any], str]] = [
+    ({"dim": -1}, "dim must not be negative, got -1"),
+    ({"dim": (-2, -2)}, r"dim must not be negative, got \(-2, -2\)"),
+    ({"dim": ()}, "dim needs an axis"),
+    ({"unit": "row"}, r"unit must be one of \('token', 'page', 'slot'\), got 'row'"),
+    ({"heads": 0}, "heads must be at least 1 or None, got 0"),
+    ({"heads": 2, "unit": "page"}, "only token rows have heads, this is a page row"),
+    ({"split": (3, 4)}, r"split \(3, 4\) must sum to 8 lanes"),
+    ({"split": (8, 0)}, r"split \(8, 0\) has an empty part"),
+    ({"segments": (Segment(2, 4),)}, "only page rows are made of segments"),
+    ({"unit": "page", "segments": (Segment(3, 4),)}, "segments take 12 of 8 bytes"),
+    ({"unit": "page", "segments": (Segment(2, 2), Segment(1, 2))}, "must hold the same number of entries"),
+    ({"unit": "page", "segments": (Segment(0, 2),)}, "segments must not be empty"),
+    ({"unit": "page", "segments": (Segment(2, -1),)}, "segments must not be empty"),
+    ({"unit": "page", "segments": (Segment(2, 4),), "split": (4, 4)}, "cut into parts or made of segments, not both"),
+    ({"unit": "slot", "side": True, "layers": (0,)}, "a side state has no layers"),
+    ({"layers": (0, 0)}, r"layers \(0, 0\) must be distinct ids"),
+    ({"layers": (0, -1)}, r"layers \(0, -1\) must be distinct ids"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "reason"), BAD_COMPONENTS, ids=str)
+def test_a_component_that_makes_no_sense_is_refused_by_name(arguments: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ValueError, match=f"component 'latent': .*{reason}"):
+        Component("latent", BYTE, **dict[str, Any](dim=8) | arguments)
+
+
+K = Component("k", BYTE, heads=3, dim=2)
+BAD_SPECS: list[tuple[dict[str, Any], str]] = [
+    ({"layers": -1}, "layers must not be negative, got -1"),
+    ({"page_size": 0}, "page_size must be at least 1, got 0"),
+    ({"head_groups": 0}, "head_groups must be at least 1, got 0"),
+    ({"head_groups": 2}, "3 heads of 'k' do not split into 2 groups"),
+    ({"components": (K, replace(K, dim=3))}, r"component names must differ, got \['k', 'k'\]"),
+    ({"components": (replace(K, layers=(0, 2)),)}, r"component 'k' owns layers \[2\], the pool has 2"),
+    ({"components": (Component("s", BYTE, dim=1, unit="slot"),)}, "state slots need page_size 1, got 4"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "reason"), BAD_SPECS, ids=str)
+def test_a_spec_that_makes_no_sense_is_refused_by_name(arguments: dict[str, Any], reason: str) -> None:
+    right: dict[str, Any] = {"name": "mine", "layers": 2, "page_size": 4, "components": (K,)}
+    PoolSpec(**right)
+    with pytest.raises(ValueError, match=f"pool 'mine': {reason}"):
+        PoolSpec(**right | arguments)
+
+
+@pytest.mark.parametrize(
+    ("build", "reason"),
+    [
+        (lambda: presets.model("llama-4"), "no model 'llama-4'; there are llama-3.1-8b"),
+        (lambda: presets.model("llama-3.1-8b", tp=3), "8 KV heads cannot be shared by 3 ranks"),
+        (lambda: presets.model("deepseek-v4-flash", page_size=64), "pages of 256 tokens, got page_size 64"),
+        (lambda: STATES.with_pages_of(16), "'mamba': page and slot rows fix their page size at 1"),
+    ],
+)
+def test_a_preset_that_does_not_exist_is_refused_by_name(build: Callable[[], object], reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        build()
+
+
+# ---- Words that a pool does not know
+
+UNKNOWN: dict[str, tuple[Callable[[HostPool, DevicePool], object], type, str]] = {
+    "component of a spec": (lambda h, d: h.spec.component("q"), KeyError, r"no component 'q', it has \['k', 'v'\]"),
+    "buffer of the host": (lambda h, d: h.buffer("q"), KeyError, "no component 'q'"),
+    "buffer of the device": (lambda h, d: d.buffer("q", 0), KeyError, "no component 'q'"),
+    "view of a component": (lambda h, d: h.layer_view("q", 0), KeyError, "no component 'q'"),
+    "view of a layer": (lambda h, d: h.layer_view("k", 3), KeyError, "k of pool 'kv' owns no layer 3"),
+    "view of no layer": (lambda h, d: h.layer_view("k", None), KeyError, "owns no layer None"),
+    "device layer": (lambda h, d: d.buffer("v", 3), KeyError, r"owns no layer 3, it owns \(0, 1, 2\)"),
+    "offset of a component": (lambda h, d: offset(component="q"), KeyError, "no component 'q'"),
+    "offset in a layout": (lambda h, d: offset(layout="lf"), KeyError, "there is no layout 'lf', only layer_first"),
+    "offset in a layer": (lambda h, d: offset(layer=3), KeyError, r"k owns no layer 3, it owns \(0, 1, 2\)"),
+    "offset in a page": (lambda h, d: offset(page=5), IndexError, r"k: page 5 is outside 0\.\.4"),
+    "offset before page 0": (lambda h, d: offset(page=-1), IndexError, r"k: page -1 is outside 0\.\.4"),
+    "offset of a token": (lambda h, d: offset(token=4), IndexError, r"k: token 4 is outside 0\.\.3"),
+    "offset of a head": (lambda h, d: offset(head=2), IndexError, r"k: group 1 is outside 0\.\.0"),
+    "offset in a part": (
+        lambda h, d: offset(part=1),
+        IndexError,
+        "k lies in 1 parts in page_first, there is no part 1",
+    ),
+    "page": (lambda h, d: h.page(5), IndexError, r"pool 'kv' has pages 0\.\.4, there is no page 5"),
+    "page before the first": (lambda h, d: h.page(-1), IndexError, "there is no page -1"),
+    "flat page": (lambda h, d: h.get_data_page(20), ValueError, "slot 20 begins none of the 5 pages of 4 of pool 'kv'"),
+    "middle of a page": (lambda h, d: h.get_data_page(2), ValueError, "slot 2 begins none of the 5 pages"),
+    "slot before the first": (lambda h, d: h.get_data_page(-4), ValueError, "slot -4 begins none of the 5 pages"),
+    "part of a page": (lambda h, d: h.get_page_buffer_meta(GOOD[:3]), ValueError, "whole pages of 4, got 3 indices"),
+    "page outside": (lambda h, d: h.get_page_buffer_meta(GOOD + 16), ValueError, "page index 24 is outside"),
+    "heads": (lambda h, d: h.get_split_heads_page_buffer_meta(GOOD, 2), ValueError, "page_first .* keeps no heads"),
+    "direction": (lambda h, d: h.prepare(d, GOOD, GOOD, "up"), ValueError, r"one of \('backup', 'load'\), got 'up'"),
+    "layers of a backup": (
+        lambda h, d: h.prepare(d, GOOD, GOOD, "backup").run((0,)),
+        ValueError,
+        r"a backup moves all layers in one run, got layers=\(0,\)",
+    ),
+    "backend of a backup": (
+        lambda h, d: h.backup_from_device_all_layer(d, GOOD, GOOD, "direct"),
+        ValueError,
+        "pool 'kv' was built for backend 'torch', got 'direct'",
+    ),
+    "backend of a load": (
+        lambda h, d: h.load_to_device_per_layer(d, GOOD, GOOD, 0, "kernel"),
+        ValueError,
+        "pool 'kv' was built for backend 'torch', got 'kernel'",
+    ),
+}
+
+
+def offset(
+    layout: str = "page_first", component: str = "k", page: int = 0, layer: int = 0, token: int = 0, **rest: int
+) -> int:
+    return byte_offset(SPEC, layout, 5, component, page, layer, token, **rest)
+
+
+@pytest.mark.parametrize("what", UNKNOWN)
+def test_what_a_pool_does_not_have_is_named(what: str) -> None:
+    ask, error, reason = UNKNOWN[what]
+    host, device = pair()
+    before = image(host, device)
+    with pytest.raises(error, match=reason):
+        ask(host, device)
+    assert image(host, device) == before
+
+
+@pytest.mark.parametrize("split", [0, -1, 3])
+def test_heads_are_split_between_one_or_more_ranks(split: int) -> None:
+    host, _ = pair(layout="page_head")
+    with pytest.raises(
+        ValueError, match=f"keeps 2 heads outermost in a page, they cannot be split between {split} ranks"
+    ):
+        host.get_split_heads_page_buffer_meta(GOOD, split)
+
+
+@pytest.mark.parametrize("layout", ["layer_first", "page_first", "page_unified"])
+@pytest.mark.parametrize(
+    ("index", "nbytes", "reason"),
+    [
+        (4, SPEC.page_bytes - 1, f"a page of 'kv' has {SPEC.page_bytes} bytes, got {SPEC.page_bytes - 1}"),
+        (4, 2 * SPEC.page_bytes, f"got {2 * SPEC.page_bytes}"),
+        (4, 0, "got 0"),
+        (20, SPEC.page_bytes, "slot 20 begins none"),
+        (3, SPEC.page_bytes, "slot 3 begins none"),
+    ],
+)
+def test_a_flat_page_that_does_not_fit_is_refused_and_nothing_written(
+    index: int, nbytes: int, reason: str, layout: str
+) -> None:
+    host, device = pair(layout=layout)
+    before = image(host, device)
+    with pytest.raises(ValueError, match=reason):
+        host.set_from_flat_data_page(index, torch.zeros(nbytes, dtype=BYTE))
+    assert image(host, device) == before
+
+
+# ---- A closed pool
+
+AFTER_CLOSING: dict[str, Callable[[HostPool, DevicePool], object]] = {
+    "backup": lambda h, d: h.backup(d, GOOD, GOOD),
+    "load": lambda h, d: h.load(d, GOOD, GOOD, 0),
+    "load_all": lambda h, d: h.load_all(d, GOOD, GOOD),
+    "empty backup": lambda h, d: h.backup(d, None, None),
+    "prepare": lambda h, d: h.prepare(d, GOOD, GOOD, "load"),
+    "buffer": lambda h, d: h.buffer("k"),
+    "kv_buffer": lambda h, d: h.kv_buffer,
+    "page": lambda h, d: h.page(0),
+    "layer_view": lambda h, d: h.layer_view("k", 0),
+    "data_refs": lambda h, d: h.data_refs,
+    "data_ptrs": lambda h, d: h.data_ptrs,
+    "device_ptrs": lambda h, d: h.device_ptrs,
+    "get_data_page": lambda h, d: h.get_data_page(0),
+    "set_from_flat_data_page": lambda h, d: h.set_from_flat_data_page(0, h.get_dummy_flat_data_page()),
+    "get_page_buffer_meta": lambda h, d: h.get_page_buffer_meta(GOOD),
+    "get_split_heads_page_buffer_meta": lambda h, d: h.get_split_heads_page_buffer_meta(GOOD, 1),
+    "get_contiguous_buf_infos": lambda h, d: h.get_contiguous_buf_infos(),
+    "is_stride_page_aligned": lambda h, d: h.is_stride_page_aligned(),
+}
+
+
+@pytest.mark.parametrize("use", AFTER_CLOSING)
+def test_a_closed_pool_says_so(use: str) -> None:
+    host, device = pair(layout="page_head")
+    host.close()
+    before = image(host, device)
+    with pytest.raises(ValueError, match="pool 'kv' is closed"):
+        AFTER_CLOSING[use](host, device)
+    assert image(host, device) == before
+
+
+@both_ways
+def test_a_transfer_prepared_before_its_pool_was_closed_does_not_run(direction: str) -> None:
+    host, device = pair()
+    held = host.buffer("k")
+    transfer = host.prepare(device, GOOD, GOOD, direction)
+    before = raw(held).tobytes(), image(host, device)[1:]
+    host.close()
+    with pytest.raises(ValueError, match="pool 'kv' is closed"):
+        transfer.run()
+    assert (raw(held).tobytes(), image(host, device)) == before
+
+
+def test_slots_of_a_closed_pool_can_still_be_given_back() -> None:
+    """Whoever tears down a tree frees its slots, in whatever order."""
+    host, _ = pair()
+    mine = host.alloc(8)
+    assert mine is not None
+    host.close()
+    assert host.free(mine) == 8
+
+
+def test_a_transfer_keeps_the_pool_it_needs() -> None:
+    host, device = pair()
+    view = host.layer_view("k", 0)
+    transfer = host.prepare(device, GOOD, GOOD, "backup")
+    del host
+    assert transfer.run().bytes == 2 * SPEC.page_bytes
+    assert not only_poison(view[0])
+
+
+# ---- A registrar that fails when it is to undo
+
+
+class Stubborn:
+    """Registers everything, and refuses to undo one of the registrations."""
+
+    def __init__(self, refuses: int) -> None:
+        self.live: list[int] = []
+        self.refuses = refuses
+
+    def register(self, address: int, nbytes: int) -> None:
+        self.live.append(address)
+
+    def unregister(self, address: int) -> None:
+        if self.live.index(address) == self.refuses:
+            raise RuntimeError("no such registration")
+        self.live[self.live.index(address)] = 0
+
+    def device_address(self, address: int) -> int:
+        return address
+
+
+@pytest.mark.parametrize("refuses", range(5))
+def test_one_registration_that_cannot_be_undone_does_not_keep_the_others(refuses: int) -> None:
+    registrar = Stubborn(refuses)
+    spec = replace(SPEC, components=SPEC.components[:1])
+    host = HostPool(spec, "page_first", 5, memory=HostMemory(registrar), registration_limit=spec.page_bytes)
+    assert len(registrar.live) == 5
+    with pytest.raises(RuntimeError, match="no such registration"):
+        host.close()
+    assert [i for i, address in enumerate(registrar.live) if address] == [refuses]
+
+
+# ---- Layers that a pool does not own, and states that have none
+
+
+@on_every_backend
+@pytest.mark.parametrize("layer", [1, 3, 99, -1])
+def test_loading_a_layer_that_is_not_owned_moves_nothing(layer: int, backend: str) -> None:
+    host, device = pair(backend, spec=STATES)
+    before = image(host, device)
+    receipt = host.load(device, torch.tensor([1]), torch.tensor([2]), layer)
+    assert (receipt.path, receipt.bytes, receipt.descriptors) == (backend, 0, 0)
+    assert image(host, device) == before
+
+
+@dataclass
+class Recording(Backend):
+    """A real backend whose calls are written down."""
+
+    backend: Backend
+    calls: list[tuple[int | None, ...]]
+
+    def execute(self, plan: Plan, layers: tuple[int | None, ...], items: Items, direction: str) -> Receipt:
+        self.calls.append(layers)
+        return self.backend.execute(plan, layers, items, direction)
+
+
+def moved_layers(direction: str, runs: Sequence[Sequence[int] | None]) -> list[tuple[int | None, ...]]:
+    """Layers of each call that a transfer makes of a real backend."""
+    host, device = pair(spec=STATES)
+    transfer = host.prepare(device, torch.tensor([1]), torch.tensor([2]), direction)
+    transfer._backend = recording = Recording(transfer._backend, [])
+    for layers in runs:
+        transfer.run(layers)
+    return recording.calls
+
+
+@pytest.mark.parametrize(
+    ("runs", "calls"),
+    [
+        ([None], [(None,), (0, 2)]),
+        ([(0,), (2,)], [(None,), (0,), (2,)]),
+        ([(2,), (0,)], [(None,), (2,), (0,)]),
+        ([(2, 0)], [(None,), (2, 0)]),
+        ([(1, 2), (0, 1)], [(None,), (2,), (0,)]),
+    ],
+    ids=str,
+)
+def test_side_states_are_restored_once_before_any_layer(
+    runs: Sequence[Sequence[int] | None], calls: list[tuple[int | None, ...]]
+) -> None:
+    """In whatever order the layers are asked for, and in a call of its own: a backend may move layers in any order."""
+    assert [call for call in moved_layers("load", runs) if call] == calls
+
+
+def test_side_states_are_saved_after_all_layers() -> None:
+    assert [call for call in moved_layers("backup", [None]) if call] == [(0, 2), (None,)]
+
+
+@on_every_backend
+@pytest.mark.parametrize(
+    "spec", [STATES, PoolSpec("mamba", 3, 1, STATES.components[-1:])], ids=["owns 0 and 2", "owns none"]
+)
+def test_layer_wise_loads_restore_side_states_with_the_first_layer_only(spec: PoolSpec, backend: str) -> None:
+    host, device = pair(backend, spec=spec)
+    host.backup(device, torch.tensor([1]), torch.tensor([2]))
+    wanted = device.buffer("side_0", None)[2].clone()
+    for layer, comes in ((2, False), (1, False), (0, True)):
+        poison(device)
+        host.load(device, torch.tensor([1]), torch.tensor([3]), layer)
+        got = device.buffer("side_0", None)
+        assert torch.equal(got[3], wanted) if comes else only_poison(got), f"layer {layer}"
+        assert only_poison(got[:3])
+
+
+# ---- No mistakes
+
+
+@on_every_backend
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "page_first_kv_split"])
+def test_device_rows_of_all_layers_may_lie_in_turn(layout: str, backend: str) -> None:
+    """One buffer [token, layer, K/V, head, lane]: the rows of a layer are strided, and other rows lie in between."""
+    host, plain = pair(backend, layout)
+    together = torch.empty(24, 3, 2, 2, 4, dtype=BF16)
+    together.view(BYTE).fill_(POISON)
+    names = {"k": 0, "v": 1}
+    strided = DevicePool.wrap(SPEC, {c: [together[:, layer, at] for layer in range(3)] for c, at in names.items()})
+    for c in names:
+        for layer in range(3):
+            strided.buffer(c, layer).copy_(plain.buffer(c, layer))
+    right = HostPool(SPEC, layout, 5)
+    poison(right)
+    host_slots, device_slots = slots([4, 1], 4), slots([5, 2], 4)
+    oracle.backup(right, plain, host_slots, device_slots)
+    host.backup(strided, host_slots, device_slots)
+    assert image(host, plain) == image(right, plain)
+    together.view(BYTE).fill_(POISON)
+    host.load(strided, host_slots, slots([0, 3], 4), 1)
+    arrived = together.clone()
+    for c, at in names.items():
+        for to, source in ((0, 5), (3, 2)):
+            page = arrived[to * 4 : to * 4 + 4, 1, at]
+            assert torch.equal(page.view(BYTE), plain.buffer(c, 1)[source * 4 : source * 4 + 4].view(BYTE))
+            page.view(BYTE).fill_(POISON)
+    assert only_poison(arrived), "a row of another layer, page or component was written"
+
+
+def test_eight_bit_floats_may_come_as_bytes() -> None:
+    spec = presets.mla(2, 8, torch.float8_e4m3fn, 4)
+    given = [torch.arange(1, 193, dtype=BYTE).view(24, 1, 8), torch.zeros(24, 1, 8, dtype=BYTE)]
+    device, host = DevicePool.wrap(spec, {"latent": given}), HostPool(spec, "page_first", 5)
+    host.backup(device, slots([3], 4), slots([1], 4))
+    assert torch.equal(host.page(3)["latent"][0].view(BYTE), given[0][4:8])
+
+
+def test_names_of_upstream_do_the_same() -> None:
+    host, device = pair()
+    host.backup_from_device_all_layer(device, GOOD, GOOD, io_backend="torch")
+    right, _ = pair()
+    oracle.backup(right, device, GOOD, GOOD)
+    assert image(host, device) == image(right, device)
+    loaded, wanted = DevicePool(SPEC, 6), DevicePool(SPEC, 6)
+    host.load_to_device_per_layer(loaded, GOOD, GOOD + 8, layer_id=1, io_backend="torch")
+    oracle.load(right, wanted, GOOD, GOOD + 8, (1,))
+    assert image(host, loaded) == image(right, wanted)
+    host.destroy()
+    assert host.closed
+
+
+def test_a_pool_without_memory_completes_every_transfer() -> None:
+    anchor = LogicalPool(5, 4)
+    device = DevicePool(anchor.spec, 6)
+    assert anchor.backup(device, GOOD, GOOD).bytes == anchor.load(device, GOOD, GOOD, 0).bytes == 0
+    with pytest.raises(ValueError, match="host index 1 begins a page"):
+        anchor.backup(device, GOOD[:4] - 7, GOOD[:4])
