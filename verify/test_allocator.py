@@ -76,7 +76,7 @@ class Allocator(RuleBasedStateMachine):
     @rule(data=st.data(), dtype=st.sampled_from([torch.int64, torch.int32]))
     def free_some(self, data: st.DataObject, dtype: torch.dtype) -> None:
         """Any used pages in any order, whoever got them."""
-        pages = self._pages(data, self.used)
+        pages = self._pages(data, self.used, at_least=min(1, len(self.used)))
         assert self.real.free(slots(pages, self.page_size, dtype)) == len(pages) * self.page_size
         self.used -= set(pages)
         self.free += pages
@@ -147,6 +147,16 @@ class Allocator(RuleBasedStateMachine):
 
 
 TestAllocatorAgainstItsModel = Allocator.TestCase
+
+
+def test_first_freed_is_first_reused() -> None:
+    """A freed page queues up behind those that are free already, in the order in which pages are freed."""
+    pool = PageAllocator(5, 1)
+    pool.alloc(3)
+    pool.free(torch.tensor([2, 0]))
+    rest = pool.alloc(4)
+    assert rest is not None
+    assert rest.tolist() == [3, 4, 2, 0]
 
 
 POOLS: dict[str, Callable[[], HostPool]] = {

@@ -191,7 +191,7 @@ def test_start_up_refuses_a_contradiction() -> None:
 @pytest.mark.parametrize(("option", "value"), [("layout", "page_unified"), ("backend", "staged")])
 def test_start_up_takes_what_the_command_line_takes(option: str, value: str) -> None:
     with pytest.raises(ValueError, match=f"{option} must be one of .*{value}"):
-        start_up(**{option: value})
+        start_up(**{option: value})  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize("profile", PROFILES)
