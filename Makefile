@@ -45,11 +45,11 @@ verify-full: ## the same with every combination and every slow test
 	@$(MAKE) --no-print-directory verify FULL=--full
 
 report: $(READY) ## write the support matrix as a page
-	$(NEEDS) notebooks
+	$(NEEDS) notebooks dev
 	$(PY) -m verify report
 
 bench: $(READY) ## measure the backends: make bench ARGS="--backends torch,numba"
-	$(NEEDS)
+	$(NEEDS) notebooks
 	$(PY) -m verify.bench $(ARGS)
 
 notebooks: $(READY) ## run the notebooks in place, strip them, write their text pairs
