@@ -91,6 +91,10 @@ class DevicePool:
             raise KeyError(f"{component} of pool {self.spec.name!r} owns no layer {layer}, it owns {layers}")
         return self._tensors[component][layers.index(layer)]
 
+    def addresses(self) -> tuple[int, ...]:
+        """Where the buffers lie now, in storage order."""
+        return tuple(t.data_ptr() for buffers in self._tensors.values() for t in buffers)
+
     def view(self, component: str, layer: int | None) -> torch.Tensor:
         """One layer as `[page, token, group, head, lane]`, sharing memory."""
         c = self.spec.component(component)

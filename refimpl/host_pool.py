@@ -56,12 +56,14 @@ class HostPool(HostBuffers):
         if budget:
             budget.book(spec.name, nbytes)
         self._give_back = weakref.finalize(self, budget.release, spec.name, nbytes) if budget else lambda: None
+        # For each device pool, plans by kind of item and the addresses that they were made for.
+        self._plans: weakref.WeakKeyDictionary[DevicePool, dict[bool, tuple[tuple[int, ...], Plan]]]
+        self._plans = weakref.WeakKeyDictionary()
         super().__init__(spec, layout, num_pages, memory or HostMemory(), registration_limit)
         self.backend, self.profile, self.platform = backend, profile, platform
         self.can_use_jit, self.can_use_write_back_jit = capabilities(spec, layout, platform, profile).values()
         self._slots = PageAllocator(num_pages, spec.page_size)
         self._mover = registry.get(backend)
-        self._plans: weakref.WeakKeyDictionary[DevicePool, dict[bool, Plan]] = weakref.WeakKeyDictionary()
 
     # ---- slots
 
@@ -161,16 +163,18 @@ class HostPool(HostBuffers):
         return self.load(device_pool, host_indices, device_indices, layer_id)
 
     def _plan(self, device: DevicePool, single_entries: bool) -> Plan:
-        plans = self._plans.setdefault(device, {})
-        if single_entries not in plans:
-            plans[single_entries] = make_plan(self, device, single_entries)
-        return plans[single_entries]
+        """Made anew when the device's buffers do not lie where they lay: an engine may have moved them."""
+        plans, addresses = self._plans.setdefault(device, {}), device.addresses()
+        if single_entries not in plans or plans[single_entries][0] != addresses:
+            plans[single_entries] = addresses, make_plan(self, device, single_entries)
+        return plans[single_entries][1]
 
     # ---- life
 
     def close(self) -> None:
         """Undo registrations, let go of the memory, give the budget back. Idempotent."""
         super().close()
+        self._plans.clear()  # a plan keeps the memory alive
         self._give_back()
 
     destroy = close

@@ -5,7 +5,9 @@ At the end: uses that look like mistakes and are none.
 
 from __future__ import annotations
 
+import gc
 import re
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -705,3 +707,28 @@ def test_a_pool_without_memory_completes_every_transfer() -> None:
     assert anchor.backup(device, GOOD, GOOD).bytes == anchor.load(device, GOOD, GOOD, 0).bytes == 0
     with pytest.raises(ValueError, match="host index 1 begins a page"):
         anchor.backup(device, GOOD[:4] - 7, GOOD[:4])
+
+
+@pytest.mark.parametrize("backend", ["torch", "numba"])
+def test_buffers_that_an_engine_has_moved_are_found_again(backend: str) -> None:
+    """A plan is made for addresses; memory that was given back must not be read through an old one."""
+    host, device = HostPool(SPEC, "page_first", 6, backend), DevicePool(SPEC, 6)
+    host.backup(device, GOOD, GOOD)
+    for c in SPEC.components:
+        for layer in SPEC.layers_of(c):
+            buffer = device.buffer(c.name, layer)
+            buffer.data = torch.full_like(buffer, 3)
+    host.backup(device, GOOD, GOOD)
+    right = HostPool(SPEC, "page_first", 6)
+    oracle.backup(right, device, GOOD, GOOD)
+    assert image(host, device) == image(right, device)
+
+
+def test_a_closed_pool_lets_go_of_its_memory() -> None:
+    """Although the device pool, for which it had made a plan, lives on."""
+    host, device = pair()
+    host.backup(device, GOOD, GOOD)
+    memory = weakref.ref(host.storage[0][1][0])
+    host.close()
+    gc.collect()
+    assert memory() is None

@@ -1,4 +1,8 @@
-"""Backend `numba`: the plan as parallel loops over runs, for pools in CPU memory."""
+"""Backend `numba`: the plan as parallel loops over runs, for pools in CPU memory.
+
+A process that has used it must not copy in a forked child: the OpenMP runtime ends the child with a message. Use the
+start methods "spawn" or "forkserver" of `multiprocessing`, or backend `torch`.
+"""
 
 from __future__ import annotations
 
