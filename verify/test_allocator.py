@@ -383,6 +383,7 @@ def test_bytes_may_be_released_at_any_moment_while_the_same_thread_books() -> No
                 budget.release("kv", 10)
             return collector
 
+        sys._getframe().f_trace_opcodes = True  # Python 3.12 traces opcodes only if some frame wants it beforehand
         sys.settrace(collector)
         budget.book("kv", 7)
         sys.settrace(None)
