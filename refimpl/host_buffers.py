@@ -184,6 +184,10 @@ class HostBuffers:
         addresses = [first + int(page) * size for page in pages for _, first, size in pieces]
         return addresses, [size for _ in pages for _, _, size in pieces]
 
+    def get_page_buffer_element_size(self, indices: torch.Tensor) -> int:
+        """Bytes of the first piece that `get_page_buffer_meta` names; 0 if it names none."""
+        return next(iter(self.get_page_buffer_meta(indices)[1]), 0)
+
     def get_split_heads_page_buffer_meta(self, indices: torch.Tensor, split: int) -> tuple[list[int], list[int]]:
         """The same for one of `split` ranks after the other, where heads lie outermost in a page."""
         self._require_open()

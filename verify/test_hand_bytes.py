@@ -234,6 +234,16 @@ def test_a_single_entry_is_its_value_and_its_scale(layout: str, expected: list[s
     assert letters_of(host) == expected
 
 
+@pytest.mark.parametrize(
+    ("layout", "piece"), [("layer_first", 4), ("page_first", 8), ("page_head", 8), ("page_unified", 16)]
+)
+def test_the_first_piece_of_a_page(layout: str, piece: int) -> None:
+    """One layer of K, all of K, or K and V: as long as the letters above are together."""
+    host = HostPool(PAGES["mha"].spec, layout, 2)
+    assert host.get_page_buffer_element_size(slots_of([1], 2)) == piece
+    assert host.get_page_buffer_element_size(slots_of([], 2)) == 0
+
+
 def test_every_layout_and_family_is_pinned() -> None:
     """A new layout or pool family needs its bytes written here."""
     assert {layout for page in PAGES.values() for layout in page.layouts} == set(LAYOUTS)
