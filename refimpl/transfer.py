@@ -41,6 +41,9 @@ class Transfer:
         self._require_open()
         if self.direction == "backup" and layers is not None:
             raise ValueError("a backup moves all layers in one run, got layers=" + repr(tuple(layers)))
+        wrong = [i for i in layers or () if not isinstance(i, int) or i < 0]
+        if wrong:
+            raise ValueError(f"{wrong[0]!r} is no model layer: layers are numbers from 0 on")
         owned = self.layers if layers is None else tuple(i for i in layers if i in self.layers)
         receipt = Receipt(self.path, host_syncs=self._host_syncs)
         self._host_syncs = 0

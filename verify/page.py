@@ -16,7 +16,7 @@ _PAGE = Template("""<!DOCTYPE html>
 :root { color-scheme: light dark; --ink: #222; --paper: #fff; --soft: #667; --line: #d8d8e0; --band: #f5f5f8 }
 @media (prefers-color-scheme: dark) {
   :root { --ink: #ddd; --paper: #18181c; --soft: #99a; --line: #3a3a44; --band: #222228 } }
-body { margin: 2.5rem auto; padding: 0 1.5rem; max-width: 82rem; color: var(--ink); background: var(--paper);
+body { margin: 2.5rem auto; padding: 0 1.5rem; max-width: 110rem; color: var(--ink); background: var(--paper);
        font: 16px/1.5 system-ui, sans-serif }
 h1 { font-size: 1.6rem; margin-bottom: 0 } h2 { font-size: 1.2rem; margin-top: 2.2rem }
 p, li { max-width: 52rem } .soft { color: var(--soft) }
