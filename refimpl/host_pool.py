@@ -144,9 +144,8 @@ class HostPool(HostBuffers):
                 raise ValueError(f"rows of pool {self.spec.name!r} are not made of entries, only whole pages move")
             unit, host_items, device_items = 1, host_items * entries, device_items * entries
         items = check_pair(host_indices, device_indices, unit, host_items, device_items, direction)
-        plan = self._plan(device, single_entries)
         path, owned = self.paths[direction].name, self.spec.owned_layers
-        return Transfer(self._mover, path, plan, items, direction, owned, self._require_open)
+        return Transfer(self._mover, path, lambda: self._plan(device, single_entries), items, direction, owned)
 
     def backup_from_device_all_layer(
         self, device_pool: DevicePool, host_indices: Indices, device_indices: Indices, io_backend: str
@@ -164,6 +163,7 @@ class HostPool(HostBuffers):
 
     def _plan(self, device: DevicePool, single_entries: bool) -> Plan:
         """Made anew when the device's buffers do not lie where they lay: an engine may have moved them."""
+        self._require_open()
         plans, addresses = self._plans.setdefault(device, {}), device.addresses()
         if single_entries not in plans or plans[single_entries][0] != addresses:
             plans[single_entries] = addresses, make_plan(self, device, single_entries)

@@ -14,6 +14,9 @@ from refimpl.receipt import Receipt
 class Transfer:
     """Pages (or entries) on their way between a host and a device pool. It keeps the host pool alive, not open.
 
+    plan  asked at every run: it fails once the pool is closed, and follows device buffers that were moved.
+
+
     Side states, which have no layer, come with the first run of a load, before any layer, and are written last by a
     backup.
     """
@@ -22,14 +25,13 @@ class Transfer:
         self,
         backend: Backend,
         path: str,
-        plan: Plan,
+        plan: Callable[[], Plan],
         items: Items,
         direction: str,
         layers: tuple[int, ...],
-        require_open: Callable[[], None],
     ) -> None:
         self.path, self.direction, self.layers, self.items = path, direction, layers, items
-        self._backend, self._plan, self._require_open = backend, plan, require_open
+        self._backend, self._plan = backend, plan
         self._side_states_due = direction == "load"
         self._host_syncs = items.host_syncs  # those of the check, told by the first receipt
 
@@ -38,7 +40,7 @@ class Transfer:
 
         side_states  whether a load restores them now; None: if it has not yet
         """
-        self._require_open()
+        plan = self._plan()
         if self.direction == "backup" and layers is not None:
             raise ValueError("a backup moves all layers in one run, got layers=" + repr(tuple(layers)))
         wrong = [i for i in layers or () if not isinstance(i, int) or i < 0]
@@ -48,13 +50,13 @@ class Transfer:
         receipt = Receipt(self.path, host_syncs=self._host_syncs)
         self._host_syncs = 0
         if self.direction == "backup":
-            return receipt + self._move(owned) + self._move(NO_LAYER)
+            return receipt + self._move(plan, owned) + self._move(plan, NO_LAYER)
         if self._side_states_due if side_states is None else side_states:
-            receipt += self._move(NO_LAYER)
+            receipt += self._move(plan, NO_LAYER)
             self._side_states_due = False
-        return receipt + self._move(owned)
+        return receipt + self._move(plan, owned)
 
-    def _move(self, layers: tuple[int | None, ...]) -> Receipt:
-        if not len(self.items) or next(self._plan.select(layers), None) is None:
+    def _move(self, plan: Plan, layers: tuple[int | None, ...]) -> Receipt:
+        if not len(self.items) or next(plan.select(layers), None) is None:
             return Receipt(self.path)
-        return self._backend.execute(self._plan, layers, self.items, self.direction)
+        return self._backend.execute(plan, layers, self.items, self.direction)

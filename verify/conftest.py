@@ -8,12 +8,18 @@ import numba
 import pytest
 import torch
 
+from verify import properties
+
 # The suite runs one process a core; threads of its own would only get in each other's way.
 torch.set_num_threads(1)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="the whole matrix, and tests marked slow")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    properties.try_hard(full=bool(config.getoption("--full")))
 
 
 def pytest_report_header() -> str:

@@ -61,10 +61,9 @@ def link(target: str, text: str) -> str:
     return f'<a href="{escape(target)}">{escape(text)}</a>'
 
 
-def items(entries: Sequence[str], numbered: bool = False) -> str:
+def items(entries: Sequence[str]) -> str:
     """A list of entries that are HTML already."""
-    tag = "ol" if numbered else "ul"
-    return f"<{tag}>" + "".join(f"<li>{entry}</li>" for entry in entries) + f"</{tag}>"
+    return "<ul>" + "".join(f"<li>{entry}</li>" for entry in entries) + "</ul>"
 
 
 def details(summary: str, body: str) -> str:

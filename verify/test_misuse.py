@@ -725,13 +725,17 @@ def test_buffers_that_an_engine_has_moved_are_found_again(backend: str) -> None:
 
 
 def test_a_closed_pool_lets_go_of_its_memory() -> None:
-    """Although the device pool, for which it had made a plan, lives on."""
+    """Although the device pool, for which it had made a plan, and a prepared transfer live on."""
     host, device = pair()
     host.backup(device, GOOD, GOOD)
+    transfer = host.prepare(device, GOOD, GOOD, "load")
+    transfer.run((0,))
     memory = weakref.ref(host.storage[0][1][0])
     host.close()
     gc.collect()
     assert memory() is None
+    with pytest.raises(ValueError, match="is closed"):
+        transfer.run()
 
 
 @pytest.mark.parametrize("layer", [-1, "0", None, (0, 1)])

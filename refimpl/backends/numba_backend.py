@@ -10,7 +10,6 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-import numba
 import numpy as np
 from llvmlite import ir
 from numba import njit, prange
@@ -167,8 +166,3 @@ def _loops(loops: Sequence[Loop]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         np.array([loop.host for loop in padded]),
         np.array([loop.device for loop in padded]),
     )
-
-
-def threads() -> int:
-    """CPU threads that a copy uses."""
-    return numba.get_num_threads()
