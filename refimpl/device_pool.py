@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
 
+import numpy as np
 import torch
 
 from refimpl.geometry import Component, PoolSpec
@@ -38,14 +41,14 @@ class DevicePool:
         """A pool over existing buffers, one tensor per component and owned layer. Rows may be strided, not their lanes.
 
         Raises `ValueError` for a missing or extra buffer, another shape or element size, rows that are not packed,
-        buffers of unequal length (a draft layer shorter than its target, say), overlapping rows, and two buffers that
-        begin at the same byte.
+        buffers of unequal length (a draft layer shorter than its target, say), and rows that overlap, inside a
+        buffer or between two. Buffers may be interleaved (K and V in one engine tensor, say).
         """
         names = [c.name for c in spec.components]
         if sorted(tensors) != sorted(names):
             raise ValueError(f"pool {spec.name!r} has components {names}, got buffers for {list(tensors)}")
         lengths: dict[str, int] = {}
-        begins: dict[int, str] = {}
+        rows: dict[str, Rows] = {}
         for c in spec.components:
             layers = spec.layers_of(c)
             if len(tensors[c.name]) != len(layers):
@@ -54,15 +57,16 @@ class DevicePool:
                 what = f"{c.name} of layer {layer}"
                 _require_rows(what, c, tensor)
                 lengths[what] = _pages(spec, c, tensor)
-                other = begins.setdefault(tensor.data_ptr(), what)
-                if tensor.numel() and other != what:
-                    raise ValueError(f"pool {spec.name!r}: {what} lies on the same bytes as {other}")
+                rows[what] = Rows.of(tensor, c.row_bytes)
         if len(set(lengths.values())) > 1:
             raise ValueError(f"pool {spec.name!r}: all buffers must hold the same number of pages, got {lengths}")
         for c in spec.components:
             strides = {t.stride(0) for t in tensors[c.name] if t.shape[0] > 1}
             if len(strides) > 1:
                 raise ValueError(f"{c.name}: all layers must share one row stride, got {sorted(strides)}")
+        for (what, mine), (other, theirs) in combinations(rows.items(), 2):
+            if mine.overlap(theirs):
+                raise ValueError(f"pool {spec.name!r}: {other} lies on the same bytes as {what}")
         devices = {t.device for buffers in tensors.values() for t in buffers}
         if len(devices) > 1:
             raise ValueError(f"pool {spec.name!r}: buffers lie on several devices: {sorted(map(str, devices))}")
@@ -104,6 +108,38 @@ class DevicePool:
         if c.unit == "token":
             return lanes.unflatten(2, (groups, c.head_count // groups))
         return lanes[:, :, None, None, :]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """`count` rows of `width` bytes, `pitch` bytes apart."""
+
+    begin: int
+    count: int
+    pitch: int
+    width: int
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor, width: int) -> Rows:
+        pitch = tensor.stride(0) * tensor.dtype.itemsize if tensor.shape[0] > 1 else width
+        return cls(tensor.data_ptr(), tensor.shape[0], pitch, width)
+
+    def overlap(self, other: Rows) -> bool:
+        """Whether some row of one shares a byte with some row of the other."""
+        if not (self.width and other.width and self.count and other.count):
+            return False
+        if self._end() <= other.begin or other._end() <= self.begin:
+            return False
+        if self.pitch == other.pitch:  # layers interleaved in one tensor: many pairs, each of many rows
+            phase = (other.begin - self.begin) % self.pitch
+            return phase < self.width or self.pitch - phase < other.width
+        theirs, mine = (rows.begin + rows.pitch * np.arange(rows.count) for rows in (other, self))
+        begun_before = np.searchsorted(theirs, mine + self.width)
+        ended_before = np.searchsorted(theirs + other.width, mine, side="right")
+        return bool((begun_before > ended_before).any())
+
+    def _end(self) -> int:
+        return self.begin + self.pitch * (self.count - 1) + self.width
 
 
 def row_shape(c: Component) -> tuple[int, ...]:

@@ -6,6 +6,7 @@ At the end: uses that look like mistakes and are none.
 from __future__ import annotations
 
 import gc
+import itertools
 import re
 import weakref
 from collections.abc import Callable, Sequence
@@ -32,6 +33,7 @@ from refimpl import (
     support,
 )
 from refimpl.backends.protocol import Backend
+from refimpl.device_pool import Rows
 from refimpl.indices import Items
 from refimpl.plan import Plan
 from verify.reported import POISON, fill, poison, raw, slots
@@ -747,3 +749,24 @@ def test_what_is_no_layer_is_refused(layer: Any) -> None:
         host.load(device, GOOD, GOOD, layer)
     assert image(host, device) == before
     assert host.load(device, GOOD, GOOD, 99).bytes == 0
+
+
+@pytest.mark.parametrize("begin", range(-14, 15))
+@pytest.mark.parametrize("pitches", [(4, 4), (4, 6), (3, 7)])
+@pytest.mark.parametrize("counts", [(1, 3), (3, 1), (3, 2)])
+def test_rows_overlap_where_they_share_a_byte(begin: int, pitches: tuple[int, int], counts: tuple[int, int]) -> None:
+    """Against sets of bytes."""
+    for widths in itertools.product((1, 2, 3), repeat=2):
+        one = Rows(100, counts[0], pitches[0], widths[0])
+        other = Rows(100 + begin, counts[1], pitches[1], widths[1])
+        bytes_of = [{r.begin + i * r.pitch + b for i in range(r.count) for b in range(r.width)} for r in (one, other)]
+        assert one.overlap(other) == other.overlap(one) == bool(bytes_of[0] & bytes_of[1]), (one, other)
+
+
+def test_interleaved_buffers_are_welcome_and_shifted_ones_are_not() -> None:
+    spec = presets.mha(2, 2, 8, torch.float32, 4)
+    fused = torch.zeros(20, 4, 2, 8)
+    DevicePool.wrap(spec, {"k": [fused[:, 0], fused[:, 1]], "v": [fused[:, 2], fused[:, 3]]})
+    long, alone = torch.zeros(24, 2, 8), [torch.zeros(20, 2, 8), torch.zeros(20, 2, 8)]
+    with pytest.raises(ValueError, match="k of layer 1 lies on the same bytes as k of layer 0"):
+        DevicePool.wrap(spec, {"k": [long[:20], long[4:]], "v": alone})
