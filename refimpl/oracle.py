@@ -53,22 +53,14 @@ def assign_by_indexing(to: torch.Tensor, source: torch.Tensor, to_pages: list[in
 
 def backup_entries(host: HostBuffers, device: DevicePool, host_entries: list[int], device_entries: list[int]) -> None:
     """Single entries of page rows, device to host: their values, their scales, nothing else of the row."""
-    for component, host_rows, device_rows in _rows(host, device):
-        for h, d in zip(host_entries, device_entries, strict=True):
-            for at in entry_bytes(component, h % component.entries, d % component.entries):
-                host_rows[h // component.entries, at[0]] = device_rows[d // component.entries, at[1]].to(
-                    host_rows.device
-                )
+    for to, source in _entries(host, device, host_entries, device_entries):
+        to.copy_(source)
 
 
 def load_entries(host: HostBuffers, device: DevicePool, host_entries: list[int], device_entries: list[int]) -> None:
     """Single entries of page rows, host to device."""
-    for component, host_rows, device_rows in _rows(host, device):
-        for h, d in zip(host_entries, device_entries, strict=True):
-            for at in entry_bytes(component, h % component.entries, d % component.entries):
-                device_rows[d // component.entries, at[1]] = host_rows[h // component.entries, at[0]].to(
-                    device_rows.device
-                )
+    for source, to in _entries(host, device, host_entries, device_entries):
+        to.copy_(source)
 
 
 def entry_bytes(component: Component, host_entry: int, device_entry: int) -> Iterator[tuple[slice, slice]]:
@@ -111,6 +103,16 @@ def _transfer(
 
 def _pages(indices: torch.Tensor, page_size: int) -> list[int]:
     return [first // page_size for first in indices.tolist()[::page_size]]
+
+
+def _entries(
+    host: HostBuffers, device: DevicePool, host_entries: list[int], device_entries: list[int]
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """The bytes of each pair of entries, host and device, one pair a segment, in every layer."""
+    for component, host_rows, device_rows in _rows(host, device):
+        for h, d in zip(host_entries, device_entries, strict=True):
+            for at, other in entry_bytes(component, h % component.entries, d % component.entries):
+                yield host_rows[h // component.entries, at], device_rows[d // component.entries, other]
 
 
 def _rows(host: HostBuffers, device: DevicePool) -> Iterator[tuple[Component, torch.Tensor, torch.Tensor]]:
