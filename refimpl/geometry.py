@@ -18,6 +18,9 @@ UNITS: tuple[Unit, ...] = get_args(Unit)
 # Model layers of a side state: it has no layer axis.
 NO_LAYER = (None,)
 
+# Types that torch copies as numbers (a bool becomes 0 or 1), or cannot copy at all.
+NOT_ALL_BITS = ("torch.bool", "torch.float4_e2m1fn_x2")
+
 
 @dataclass(frozen=True)
 class Segment:
@@ -57,6 +60,11 @@ class Component:
             if not holds:
                 raise ValueError(f"component {self.name!r}: {rule}")
 
+        require(isinstance(self.dtype, torch.dtype), f"dtype must be a torch.dtype, got {self.dtype!r}")
+        require(
+            str(self.dtype) not in NOT_ALL_BITS,
+            f"torch does not keep every bit of {self.dtype} in a copy; store the bytes as torch.uint8",
+        )
         require(self.unit in UNITS, f"unit must be one of {UNITS}, got {self.unit!r}")
         require(self.row_shape != (), "dim needs an axis; a single number per row has dim=1")
         require(min(self.row_shape) >= 0, f"dim must not be negative, got {self.dim}")

@@ -770,3 +770,12 @@ def test_interleaved_buffers_are_welcome_and_shifted_ones_are_not() -> None:
     long, alone = torch.zeros(24, 2, 8), [torch.zeros(20, 2, 8), torch.zeros(20, 2, 8)]
     with pytest.raises(ValueError, match="k of layer 1 lies on the same bytes as k of layer 0"):
         DevicePool.wrap(spec, {"k": [long[:20], long[4:]], "v": alone})
+
+
+@pytest.mark.parametrize(
+    ("dtype", "rule"),
+    [(torch.bool, "store the bytes as torch.uint8"), ("uint8", "must be a torch.dtype, got 'uint8'")],
+)
+def test_types_whose_bits_a_copy_would_change_are_refused(dtype: Any, rule: str) -> None:
+    with pytest.raises(ValueError, match=rule):
+        Component("row", dtype, dim=4)
