@@ -12,6 +12,7 @@ from refimpl.geometry import PoolSpec
 from refimpl.indices import check
 from refimpl.layout import Buffer, buffers, upstream_shape
 from refimpl.pinned import Block, HostMemory
+from refimpl.plan import Registration
 
 
 class HostBuffers:
@@ -116,6 +117,16 @@ class HostBuffers:
             name: torch.tensor([self._device_address(int(p)) for p in pointers.tolist()], dtype=torch.uint64)
             for name, pointers in self.data_ptrs.items()
         }
+
+    @property
+    def registrations(self) -> list[Registration]:
+        """Pinned ranges by address, and where a device finds them."""
+        ranges = [
+            Registration(begin, begin + nbytes, block.device_address(begin))
+            for block in self._blocks
+            for begin, nbytes in block.chunks
+        ]
+        return sorted(ranges, key=lambda r: r.begin)
 
     def _device_address(self, address: int) -> int:
         if not address:

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import weakref
+from functools import partial
 
 import torch
 
 from refimpl.allocator import Budget, PageAllocator
 from refimpl.backends import registry
+from refimpl.backends.protocol import Setup
 from refimpl.device_pool import DevicePool
 from refimpl.geometry import PoolSpec
 from refimpl.host_buffers import HostBuffers
 from refimpl.indices import Indices, check_pair
-from refimpl.pinned import HostMemory
+from refimpl.pinned import CudaRegistrar, HostMemory
 from refimpl.plan import Plan
 from refimpl.plan import plan as make_plan
 from refimpl.receipt import Receipt
-from refimpl.support import BACKENDS, UnsupportedPairing, capabilities, require
+from refimpl.support import BACKENDS, MEMORY, UnsupportedPairing, capabilities, require
 from refimpl.transfer import Transfer
 
 
@@ -26,10 +28,12 @@ class HostPool(HostBuffers):
     num_pages           every page, page 0 included (an ordinary page here)
     backend             what moves the bytes; the pair is refused with `UnsupportedPairing` before memory is taken
     profile             whose rules decide that: "reference", or an engine's
-    memory              where memory comes from; None: pageable and of exact size
+    memory              where memory comes from; None: of exact size, pinned for a backend that copies on a GPU
     registration_limit  the most bytes of one registration, for pinned memory
     budget              booked before memory is taken; `MemoryError` if it does not suffice
-    platform            where device pools lie, "cpu" or "cuda"; None: wherever the backend can reach here
+    platform            where device pools lie, "cpu", "cuda" or "emulated"; None: wherever the backend can reach here
+    staging_pages       pages of device memory that a backend which stages may take; `device_budget` books them
+    blocks              blocks of a copy kernel; None: what was measured to be best
     """
 
     def __init__(
@@ -43,27 +47,41 @@ class HostPool(HostBuffers):
         registration_limit: int | None = None,
         budget: Budget | None = None,
         platform: str | None = None,
+        staging_pages: int = 64,
+        device_budget: Budget | None = None,
+        blocks: int | None = None,
     ) -> None:
         only_cuda = "cpu" not in BACKENDS.get(backend, ("cpu",))
         platform = platform or ("cuda" if only_cuda and torch.cuda.is_available() else "cpu")
         self.paths = require(spec, layout, backend, platform, profile)
-        missing = registry.unavailable(backend)
+        missing = registry.unavailable(backend, platform)
         if missing:
             raise UnsupportedPairing(f"pool {spec.name!r} with layout {layout!r} and backend {backend!r}: {missing}")
         if num_pages < 0:
             raise ValueError(f"pool {spec.name!r}: num_pages must not be negative, got {num_pages}")
-        nbytes = num_pages * spec.page_bytes
-        if budget:
-            budget.book(spec.name, nbytes)
-        self._give_back = weakref.finalize(self, budget.release, spec.name, nbytes) if budget else lambda: None
+        booked: list[tuple[Budget, int]] = []
+        self._give_back = weakref.finalize(self, _release, booked, spec.name)
+
+        def book(budget: Budget | None, nbytes: int) -> None:
+            if budget:
+                budget.book(spec.name, nbytes)
+                booked.append((budget, nbytes))
+
+        book(budget, num_pages * spec.page_bytes)
+        setup = Setup(spec, layout, platform, staging_pages, blocks, partial(book, device_budget))
+        self._mover = registry.make(backend, setup)
+        self._finish = weakref.finalize(self, self._mover.close)
+        self.backend, self.profile, self.platform = backend, profile, platform
         # For each device pool, plans by kind of item and the addresses that they were made for.
         self._plans: weakref.WeakKeyDictionary[DevicePool, dict[bool, tuple[tuple[int, ...], Plan]]]
         self._plans = weakref.WeakKeyDictionary()
-        super().__init__(spec, layout, num_pages, memory or HostMemory(), registration_limit)
-        self.backend, self.profile, self.platform = backend, profile, platform
+        pinned = platform == "cuda" and "cpu" not in BACKENDS[backend]
+        memory = memory or HostMemory(CudaRegistrar() if pinned else None)
+        super().__init__(spec, layout, num_pages, memory, registration_limit)
+        if pinned:
+            self._require_pinned()
         self.can_use_jit, self.can_use_write_back_jit = capabilities(spec, layout, platform, profile).values()
         self._slots = PageAllocator(num_pages, spec.page_size)
-        self._mover = registry.get(backend)
 
     # ---- slots
 
@@ -134,7 +152,7 @@ class HostPool(HostBuffers):
             raise ValueError(f"host pool {self.spec} and device pool {device.spec} are not of one spec")
         if direction not in self.paths:
             raise ValueError(f"direction must be one of {tuple(self.paths)}, got {direction!r}")
-        if device.device.type != self.platform:
+        if device.device.type != MEMORY[self.platform]:
             require(self.spec, self.layout, self.backend, device.device.type, self.profile)
         unit = self.page_size
         host_items, device_items = self.num_pages, device.num_pages
@@ -143,7 +161,7 @@ class HostPool(HostBuffers):
             if not entries:
                 raise ValueError(f"rows of pool {self.spec.name!r} are not made of entries, only whole pages move")
             unit, host_items, device_items = 1, host_items * entries, device_items * entries
-        items = check_pair(host_indices, device_indices, unit, host_items, device_items, direction)
+        items = check_pair(host_indices, device_indices, unit, host_items, device_items, direction, self._mover.stays)
         path, owned = self.paths[direction].name, self.spec.owned_layers
         return Transfer(self._mover, path, lambda: self._plan(device, single_entries), items, direction, owned)
 
@@ -172,7 +190,8 @@ class HostPool(HostBuffers):
     # ---- life
 
     def close(self) -> None:
-        """Undo registrations, let go of the memory, give the budget back. Idempotent."""
+        """Wait for copies under way, undo registrations, let go of the memory, give the budget back. Idempotent."""
+        self._finish()
         super().close()
         self._plans.clear()  # a plan keeps the memory alive
         self._give_back()
@@ -185,6 +204,18 @@ class HostPool(HostBuffers):
     def __exit__(self, *exception: object) -> None:
         self.close()
 
+    def _require_pinned(self) -> None:
+        """Of memory that somebody else supplied: a kernel would fault on it, a copy would wait for the host."""
+        pageable = [t for _, tensors in self.storage for t in tensors if t.numel() and not t.is_pinned()]
+        if pageable:
+            self.close()
+            raise ValueError(f"pool {self.spec.name!r}: backend {self.backend!r} needs pinned memory on a GPU")
+
     def _require_backend(self, io_backend: str) -> None:
         if io_backend != self.backend:
             raise ValueError(f"pool {self.spec.name!r} was built for backend {self.backend!r}, got {io_backend!r}")
+
+
+def _release(booked: list[tuple[Budget, int]], owner: str) -> None:
+    for budget, nbytes in booked:
+        budget.release(owner, nbytes)

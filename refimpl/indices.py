@@ -7,7 +7,9 @@ there; here every rule is checked before the first byte moves.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,27 +17,68 @@ import torch
 Indices = torch.Tensor | None
 
 
-@dataclass(frozen=True)
-class Items:
-    """Checked index lists of one transfer: `host[i]` and `device[i]` name the same page (or entry).
+@dataclass(frozen=True, eq=False)
+class Unchecked:
+    """A list that stays on the device and is checked there: reading it back would make the host wait."""
 
-    host_syncs counts index tensors that had to be read back from a GPU before they could be checked.
+    indices: torch.Tensor
+    page_size: int
+    num_pages: int
+    side: str
+    unique: bool
+
+    def __len__(self) -> int:
+        return self.indices.numel() // self.page_size
+
+    def check(self) -> np.ndarray:
+        """Read the list back and check it here: raises what the device could only hint at."""
+        return check(self.indices, self.page_size, self.num_pages, self.side, self.unique)
+
+
+Pages = np.ndarray | Unchecked
+
+
+@dataclass(frozen=True, eq=False)
+class Items:
+    """Index lists of one transfer: `host[i]` and `device[i]` name the same page (or entry).
+
+    host_syncs  index tensors that had to be read back from a device before they could be checked
+    placed      what a backend keeps of them in device memory between the runs of a transfer
     """
 
-    host: np.ndarray
-    device: np.ndarray
+    host: Pages
+    device: Pages
     host_syncs: int = 0
+    placed: dict[str, Any] = field(default_factory=dict, repr=False)
 
     def __len__(self) -> int:
         return len(self.host)
 
+    def checked(self) -> tuple[np.ndarray, np.ndarray]:
+        """Both lists, for backends that leave none unchecked."""
+        assert isinstance(self.host, np.ndarray)
+        assert isinstance(self.device, np.ndarray)
+        return self.host, self.device
+
+    @property
+    def unchecked(self) -> list[Unchecked]:
+        return [pages for pages in (self.host, self.device) if isinstance(pages, Unchecked)]
+
 
 def check_pair(
-    host_indices: Indices, device_indices: Indices, page_size: int, host_pages: int, device_pages: int, direction: str
+    host_indices: Indices,
+    device_indices: Indices,
+    page_size: int,
+    host_pages: int,
+    device_pages: int,
+    direction: str,
+    stays: Callable[[str, torch.Tensor], bool] = lambda side, indices: False,
 ) -> Items:
     """Pages named by two index lists. Raises `ValueError` naming the first index that breaks a rule.
 
     The destination's pages must be unique (two writers of one page have no right answer); a source may be read twice.
+
+    stays  whether the list of a side ("host", "device") is left where it is, for the device to check
     """
     if host_indices is None or device_indices is None:
         if host_indices is not device_indices and len(_present(host_indices, device_indices)):
@@ -45,25 +88,25 @@ def check_pair(
         raise ValueError(
             f"host and device lists must be equally long, got {host_indices.numel()} and {device_indices.numel()}"
         )
+    syncs = 0
+
+    def pages_of(indices: torch.Tensor, num_pages: int, side: str, unique: bool) -> Pages:
+        nonlocal syncs
+        _require_list(indices, page_size, side)
+        if stays(side, indices) and indices.numel():
+            return Unchecked(indices.contiguous(), page_size, num_pages, side, unique)
+        syncs += indices.device.type != "cpu"
+        return check(indices, page_size, num_pages, side, unique)
+
     writes_host = direction == "backup"
-    return Items(
-        host=check(host_indices, page_size, host_pages, "host", unique=writes_host),
-        device=check(device_indices, page_size, device_pages, "device", unique=not writes_host),
-        host_syncs=sum(t.device.type != "cpu" for t in (host_indices, device_indices)),
-    )
+    host = pages_of(host_indices, host_pages, "host", writes_host)
+    device = pages_of(device_indices, device_pages, "device", not writes_host)
+    return Items(host, device, syncs)
 
 
 def check(indices: torch.Tensor, page_size: int, num_pages: int, side: str, unique: bool) -> np.ndarray:
     """Page numbers (int64) of a list of token slots, or `ValueError` with the offending index."""
-    if indices.dim() != 1 or indices.dtype not in (torch.int64, torch.int32):
-        raise ValueError(
-            f"{side} indices must be a 1-D int64 or int32 tensor, got {indices.dtype} of shape {tuple(indices.shape)}"
-        )
-    if indices.numel() % page_size:
-        raise ValueError(
-            f"{side} indices must name whole pages of {page_size}, got {indices.numel()} indices "
-            f"({indices.numel() % page_size} too many); pad or cut the list to a page edge"
-        )
+    _require_list(indices, page_size, side)
     slots = indices.cpu().numpy().astype(np.int64).reshape(-1, page_size)
     starts: np.ndarray = slots[:, 0]
     _refuse(starts, starts % page_size != 0, f"{side} index {{}} begins a page but is no multiple of {page_size}")
@@ -75,6 +118,19 @@ def check(indices: torch.Tensor, page_size: int, num_pages: int, side: str, uniq
     if unique:
         _refuse(starts, _repeated(pages), f"{side} index {{}} is written twice by one transfer")
     return pages
+
+
+def _require_list(indices: torch.Tensor, page_size: int, side: str) -> None:
+    """What can be said of a list without reading it."""
+    if indices.dim() != 1 or indices.dtype not in (torch.int64, torch.int32):
+        raise ValueError(
+            f"{side} indices must be a 1-D int64 or int32 tensor, got {indices.dtype} of shape {tuple(indices.shape)}"
+        )
+    if indices.numel() % page_size:
+        raise ValueError(
+            f"{side} indices must name whole pages of {page_size}, got {indices.numel()} indices "
+            f"({indices.numel() % page_size} too many); pad or cut the list to a page edge"
+        )
 
 
 def slots_of(pages: np.ndarray | torch.Tensor | list[int], page_size: int) -> torch.Tensor:

@@ -8,12 +8,15 @@ on failure, on `close()`, and when the pool is forgotten.
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import weakref
 from collections.abc import Iterator
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import torch
+
+from refimpl.cudart import cudart
 
 
 class Registrar(Protocol):
@@ -86,24 +89,29 @@ def chunk_ranges(address: int, nbytes: int, piece_bytes: int, limit: int | None)
 
 
 class CudaRegistrar:
-    """Pins memory for CUDA devices through torch's own CUDA runtime."""
+    """Pins memory for CUDA devices."""
 
     PORTABLE_AND_MAPPED = 0x01 | 0x02
 
     def register(self, address: int, nbytes: int) -> None:
-        error = cast(Any, torch.cuda.cudart()).cudaHostRegister(address, nbytes, self.PORTABLE_AND_MAPPED)
-        self._check(error, address, nbytes)
+        self._call("cudaHostRegister", address, ctypes.c_size_t(nbytes), self.PORTABLE_AND_MAPPED)
 
     def unregister(self, address: int) -> None:
-        self._check(cast(Any, torch.cuda.cudart()).cudaHostUnregister(address), address, 0)
+        self._call("cudaHostUnregister", address)
 
     def device_address(self, address: int) -> int:
-        return address
+        """Usually the same. Not where a device cannot use the host's addresses (upstream issue 40232)."""
+        alias = ctypes.c_void_p()
+        self._call("cudaHostGetDevicePointer", ctypes.byref(alias), ctypes.c_void_p(address), 0, where=address)
+        return alias.value or 0
 
     @staticmethod
-    def _check(error: Any, address: int, nbytes: int) -> None:
-        if int(error) != 0:
-            raise RuntimeError(f"CUDA error {error} while (un)registering {nbytes:,} bytes at {address:#x}")
+    def _call(function: str, *arguments: Any, where: int = 0) -> None:
+        torch.cuda.init()
+        first = ctypes.c_void_p(arguments[0]) if isinstance(arguments[0], int) else arguments[0]
+        library = cudart()
+        error = getattr(library.handle, function)(first, *arguments[1:])
+        library.check(error, f"{function} at {where or arguments[0]:#x}")
 
 
 def _unregister(registrar: Registrar | None, chunks: list[tuple[int, int]]) -> None:

@@ -7,9 +7,9 @@ on both. The oracle (`oracle.py`) derives the same copy from views; the two shar
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -87,10 +87,25 @@ class Move:
 
 
 @dataclass(frozen=True)
+class Registration:
+    """Host memory from `begin` to `end` that a device reaches at `alias` (upstream issue 40232: not always `begin`)."""
+
+    begin: int
+    end: int
+    alias: int
+
+
+@dataclass(frozen=True)
 class Plan:
-    """All moves between one host pool and one device pool. Index lists are not part of it: a plan is made once."""
+    """All moves between one host pool and one device pool. Index lists are not part of it: a plan is made once.
+
+    registrations  of the host memory, by address; no run crosses the edge of one
+    derived        what backends worked out from the plan: it is valid as long as the plan
+    """
 
     moves: tuple[Move, ...]
+    registrations: tuple[Registration, ...] = ()
+    derived: dict[Hashable, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def select(self, layers: tuple[int | None, ...]) -> Iterator[tuple[int | None, Move, int]]:
         """`(layer, move, position of the layer in the move)`, layer by layer in the order asked for."""
@@ -118,7 +133,8 @@ def plan(host: HostBuffers, device: DevicePool, single_entries: bool = False) ->
     """The plan between two pools of one spec; `single_entries` moves entries of page rows instead of pages."""
     make = _entry_moves if single_entries else _page_moves
     storage = [(buffer, tensors) for buffer, tensors in host.storage if buffer.layers]
-    return Plan(tuple(move for buffer, tensors in storage for move in make(buffer, tensors, device)))
+    moves = tuple(move for buffer, tensors in storage for move in make(buffer, tensors, device))
+    return Plan(moves, tuple(host.registrations))
 
 
 def _page_moves(buffer: Buffer, tensors: list[torch.Tensor], device: DevicePool) -> Iterator[Move]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from refimpl.runtime import Event
+
 
 @dataclass(frozen=True)
 class Receipt:
@@ -15,7 +17,7 @@ class Receipt:
     kernels        launches on a GPU
     index_uploads  index tensors sent to a GPU
     host_syncs     times the host waited for a GPU
-    event          completes when the bytes are visible; None: they were when the call returned
+    event          passes when the bytes are visible; None: they were when the call returned
     """
 
     path: str
@@ -24,7 +26,12 @@ class Receipt:
     kernels: int = 0
     index_uploads: int = 0
     host_syncs: int = 0
-    event: object | None = None
+    event: Event | None = None
+
+    def wait(self) -> None:
+        """Block until the bytes are visible. Raises what went wrong on the device after the call had returned."""
+        if self.event:
+            self.event.synchronize()
 
     def __add__(self, other: Receipt) -> Receipt:
         return Receipt(

@@ -37,18 +37,22 @@ __all__ = [
 ]
 
 DIRECTIONS = ("backup", "load")
-PLATFORMS = ("cpu", "cuda")
+PLATFORMS = ("cpu", "cuda", "emulated")
 PROFILES = ("reference", *sglang.ENGINES)
 
-# Backend -> platforms whose memory it can reach.
+# Backend -> platforms whose memory it can reach. "emulated" is a CUDA device made of CPU memory, a queue and the real
+# kernels compiled for the CPU (`refimpl.runtime`): slow, exact, and late on purpose.
 BACKENDS: dict[str, tuple[str, ...]] = {
     "torch": ("cpu", "cuda"),
     "numba": ("cpu",),
-    "direct": ("cuda",),
-    "kernel": ("cuda",),
-    "staged": ("cuda",),
-    "auto": ("cuda",),
+    "direct": ("cuda", "emulated"),
+    "kernel": ("cuda", "emulated"),
+    "staged": ("cuda", "emulated"),
+    "auto": ("cuda", "emulated"),
 }
+
+# Where the tensors of a device pool lie.
+MEMORY = {"cpu": "cpu", "cuda": "cuda", "emulated": "cpu"}
 
 
 def support(
@@ -93,7 +97,7 @@ def capabilities(spec: PoolSpec, layout: str, platform: str, profile: str = "ref
     if not spec.components:
         return {flag: Capability(True, "nothing to move") for flag in flags}
     if profile != "reference":
-        return sglang.capabilities(spec, layout, platform, sglang.ENGINES[profile])
+        return sglang.capabilities(spec, layout, _engine_platform(platform), sglang.ENGINES[profile])
     return {flag: _capability(spec, layout, backend, platform) for flag, backend in flags.items()}
 
 
@@ -148,7 +152,7 @@ def _answer(spec: PoolSpec, layout: str, backend: str, direction: str, platform:
     if layout not in LAYOUTS:
         return Refusal(f"there is no layout {layout!r}, only {', '.join(LAYOUTS)}")
     if profile != "reference":
-        return sglang.answer(spec, layout, backend, direction, platform, sglang.ENGINES[profile])
+        return sglang.answer(spec, layout, backend, direction, _engine_platform(platform), sglang.ENGINES[profile])
     if backend == "kernel_ascend":
         return Refusal("kernel_ascend is an NPU operator, and there is no NPU platform here")
     if backend not in BACKENDS:
@@ -164,10 +168,15 @@ def _instead(spec: PoolSpec, layout: str, backend: str, direction: str, platform
     return ", or ".join(allowed) or "no single change; see support() for this pool"
 
 
+def _engine_platform(platform: str) -> str:
+    """An engine knows no emulation: it would see a CUDA device."""
+    return "cuda" if platform == "emulated" else platform
+
+
 def _capability(spec: PoolSpec, layout: str, backend: str, platform: str) -> Capability:
     """Of the reference: the pair is allowed, and the backend can be loaded (it is asked, never assumed)."""
     answer = support(spec, layout, backend, "backup", platform)
     if isinstance(answer, Refusal):
         return Capability(False, answer.reason)
-    missing = registry.unavailable(backend)
+    missing = registry.unavailable(backend, platform)
     return Capability(not missing, missing or f"path {answer.name}")

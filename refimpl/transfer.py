@@ -31,7 +31,7 @@ class Transfer:
         layers: tuple[int, ...],
     ) -> None:
         self.path, self.direction, self.layers, self.items = path, direction, layers, items
-        self._backend, self._plan = backend, plan
+        self.backend, self.plan = backend, plan
         self._side_states_due = direction == "load"
         self._host_syncs = items.host_syncs  # those of the check, told by the first receipt
 
@@ -40,7 +40,7 @@ class Transfer:
 
         side_states  whether a load restores them now; None: if it has not yet
         """
-        plan = self._plan()
+        plan = self.plan()
         if self.direction == "backup" and layers is not None:
             raise ValueError("a backup moves all layers in one run, got layers=" + repr(tuple(layers)))
         wrong = [i for i in layers or () if not isinstance(i, int) or i < 0]
@@ -59,4 +59,4 @@ class Transfer:
     def _move(self, plan: Plan, layers: tuple[int | None, ...]) -> Receipt:
         if not len(self.items) or next(plan.select(layers), None) is None:
             return Receipt(self.path)
-        return self._backend.execute(plan, layers, self.items, self.direction)
+        return self.backend.execute(plan, layers, self.items, self.direction)

@@ -33,5 +33,5 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     unfit |= {} if torch.cuda.is_available() else {"gpu": "needs an NVIDIA GPU"}
     for item in items:
         for marker, reason in unfit.items():
-            if marker in item.keywords:
+            if item.get_closest_marker(marker):
                 item.add_marker(pytest.mark.skip(reason=reason))

@@ -2,25 +2,41 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 
 from refimpl import DevicePool, HostMemory, PoolSpec
 from refimpl.device_pool import row_shape
+from verify.arena import Arena
 from verify.fill import POISON
 
 GUARD = 64  # bytes on either side
+ARENA = 256 << 20  # bytes of pinned memory, more than any cell takes
+
+
+@cache
+def shared_arena() -> Arena:
+    return Arena(ARENA)
 
 
 class GuardedMemory(HostMemory):
-    """Host memory of poison, with guard bands; `shift` bytes past an aligned address."""
+    """Host memory of poison, with guard bands; `shift` bytes past an aligned address.
 
-    def __init__(self, shift: int = 0) -> None:
+    pinned  taken from one arena that all share: the memory before it is handed out again by then
+    """
+
+    def __init__(self, shift: int = 0, pinned: bool = False) -> None:
         super().__init__()
         self.shift = shift
+        self.arena = shared_arena() if pinned else None
+        if self.arena:
+            self.arena.reset()
         self.whole: list[torch.Tensor] = []
 
     def map(self, nbytes: int) -> torch.Tensor:
-        self.whole.append(_poison(nbytes + 2 * GUARD + self.shift))
+        room = nbytes + 2 * GUARD + self.shift
+        self.whole.append(self.arena.map(room).fill_(POISON) if self.arena else _poison(room))
         first = GUARD + self.shift
         return self.whole[-1][first : first + nbytes]
 

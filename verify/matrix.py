@@ -19,12 +19,11 @@ from covertable import make as covering_array
 
 from refimpl import LAYOUTS, DevicePool, HostPool, PoolSpec, Refusal, oracle, slots_of, support
 from refimpl.host_buffers import HostBuffers
+from refimpl.support import BACKENDS, MEMORY
 from verify import fill
 from verify.fill import Place
 from verify.guarded import GuardedDevice, GuardedMemory
 from verify.toys import TOYS
-
-BACKENDS = ("torch", "numba")
 
 # What a cell does. "layers" loads layer by layer, last layer first; "round trip" backs up, wipes, and loads elsewhere.
 DIRECTIONS = ("backup", "load", "layers", "round trip")
@@ -57,7 +56,7 @@ class Cell:
     start: str = "aligned"
     index_dtype: str = "int64"
     turn: int | None = None  # round of the fill; None: every round
-    device: str = "cpu"
+    platform: str = "cpu"
 
     @property
     def spec(self) -> PoolSpec:
@@ -67,7 +66,7 @@ class Cell:
         kind = f"{self.pool}-{self.layout}-{self.backend}-{self.direction}"
         rest = f"n{self.pages}-p{self.page_size}-{self.pattern}-{self.rows}-{self.start}-{self.index_dtype}"
         turn = "" if self.turn is None else f"-round{self.turn}"
-        where = "" if self.device == "cpu" else f"-{self.device}"
+        where = "" if self.platform == "cpu" else f"-{self.platform}"
         return f"{kind}-{rest}{turn}{where}".replace(" ", "_")
 
 
@@ -79,30 +78,39 @@ def directions_of(spec: PoolSpec) -> tuple[str, ...]:
     return DIRECTIONS + (ENTRY_DIRECTIONS if spec.entries else ())
 
 
-def pairs() -> Iterator[tuple[str, str, str, str]]:
-    """Every pool × layout × backend × direction, refused ones included."""
-    for pool, layout, backend in itertools.product(TOYS, LAYOUTS, BACKENDS):
+def backends(platform: str) -> list[str]:
+    return [backend for backend, platforms in BACKENDS.items() if platform in platforms]
+
+
+def without_a_gpu(backend: str) -> str:
+    """The platform on which a backend runs where there is no GPU."""
+    return "cpu" if "cpu" in BACKENDS[backend] else "emulated"
+
+
+def pairs(platform: str) -> Iterator[tuple[str, str, str, str]]:
+    """Every pool × layout × backend × direction of a platform, refused ones included."""
+    for pool, layout, backend in itertools.product(TOYS, LAYOUTS, backends(platform)):
         for direction in directions_of(TOYS[pool](4)):
             yield pool, layout, backend, direction
 
 
-def refusal(pool: str, layout: str, backend: str, direction: str) -> Refusal | None:
-    """The table's refusal of a pair on a CPU, or None."""
+def refusal(pool: str, layout: str, backend: str, direction: str, platform: str) -> Refusal | None:
+    """The table's refusal of a pair, or None."""
     way = "backup" if direction.startswith("backup") else "load"
-    answer = support(TOYS[pool](4), layout, backend, way)
+    answer = support(TOYS[pool](4), layout, backend, way, platform)
     return answer if isinstance(answer, Refusal) else None
 
 
-def complete() -> list[Cell]:
+def complete(platform: str) -> list[Cell]:
     """Every allowed pair once, on the default geometry."""
-    cells = [Cell(*pair) for pair in pairs() if refusal(*pair) is None]
+    cells = [Cell(*pair, platform=platform) for pair in pairs(platform) if refusal(*pair, platform) is None]
     return [replace(cell, page_size=cell.spec.page_size) for cell in cells]  # state pools have their own
 
 
 @cache
-def covered(strength: int = 3) -> list[Cell]:
+def covered(platform: str, strength: int = 3) -> list[Cell]:
     """For every layout and backend all combinations of `strength` other axes; pools and rounds take turns."""
-    allowed = [pair for pair in pairs() if refusal(*pair) is None and TOYS[pair[0]](4).components]
+    allowed = [p for p in pairs(platform) if refusal(*p, platform) is None and TOYS[p[0]](4).components]
     rows: list[dict[str, Any]] = [
         dict(row) for row in covering_array({axis: list(values) for axis, values in AXES.items()}, strength=strength)
     ]
@@ -110,12 +118,12 @@ def covered(strength: int = 3) -> list[Cell]:
         if (row["direction"], row["pattern"]) == ("round trip", "repeated source"):
             row["pattern"] = "shuffled"  # a page that was saved twice has no one way back
     cells: list[Cell] = []
-    for at, (layout, backend) in enumerate(itertools.product(LAYOUTS, BACKENDS)):
+    for at, (layout, backend) in enumerate(itertools.product(LAYOUTS, backends(platform))):
         for i, row in enumerate(rows, start=at):
             pools = [pool for pool, *rest in allowed if rest == [layout, backend, row["direction"]]]
             able = [pool for pool in pools if TOYS[pool](row["page_size"]).page_size == row["page_size"]]
             if able:
-                cell = Cell(able[i % len(able)], layout, backend, **row)
+                cell = Cell(able[i % len(able)], layout, backend, platform=platform, **row)
                 cells.append(replace(cell, turn=i % fill.rounds(cell.spec)))
     return list(dict.fromkeys(cells))
 
@@ -135,10 +143,13 @@ class Trial:
         widest = max((c.dtype.itemsize for c in spec.components), default=1)
         shift = widest if cell.start == "shifted" else 0
         gap = 3 * widest if cell.rows == "strided" else 0
-        self.host_memory, self.expected_memory = GuardedMemory(shift), GuardedMemory(shift)
-        self.host = HostPool(spec, cell.layout, cell.pages + 2, cell.backend, memory=self.host_memory)
+        pinned = cell.platform == "cuda" and cell.backend != "torch"
+        self.host_memory, self.expected_memory = GuardedMemory(shift, pinned), GuardedMemory(shift)
+        self.host = HostPool(
+            spec, cell.layout, cell.pages + 2, cell.backend, memory=self.host_memory, platform=cell.platform
+        )
         self.expected_host = HostPool(spec, cell.layout, cell.pages + 2, memory=self.expected_memory)
-        self.device = GuardedDevice(spec, cell.pages + 3, gap, shift, cell.device)
+        self.device = GuardedDevice(spec, cell.pages + 3, gap, shift, MEMORY[cell.platform])
         self.expected_device = GuardedDevice(spec, cell.pages + 3, gap, shift)
 
     def run(self) -> None:
@@ -148,14 +159,14 @@ class Trial:
     def _backup(self) -> None:
         self._fill_device()
         host, device = self._indices("backup")
-        self.host.backup(self.device.pool, host, device)
+        self.host.backup(self.device.pool, host, device).wait()
         oracle.backup(self.expected_host, self.expected_device.pool, host, device)
         self._compare()
 
     def _load(self) -> None:
         self._fill_host()
         host, device = self._indices("load")
-        self.host.load_all(self.device.pool, host, device)
+        self.host.load_all(self.device.pool, host, device).wait()
         oracle.load(self.expected_host, self.expected_device.pool, host, device)
         self._compare()
 
@@ -168,23 +179,23 @@ class Trial:
         for layer in reversed(range(self.spec.layers)):
             if layer in self.spec.owned_layers:
                 oracle.load(self.expected_host, self.expected_device.pool, host, device, (layer,))
-                transfer.run((layer,))
+                transfer.run((layer,)).wait()
                 self._compare()
-        transfer.run(())
+        transfer.run(()).wait()
         if not self.spec.owned_layers:
-            transfer.run()
+            transfer.run().wait()
         self._compare()
 
     def _round_trip(self) -> None:
         """What comes back is what the fill says of the pages that were saved: no oracle involved."""
         self._fill_device()
         host, device = self._indices("backup")
-        self.host.backup(self.device.pool, host, device)
+        self.host.backup(self.device.pool, host, device).wait()
         self.device.poison()
         self.expected_device.poison()
         page_size, pages = self.spec.page_size, self.device.pool.num_pages
         elsewhere = (device + page_size) % (pages * page_size)
-        self.host.load_all(self.device.pool, host, elsewhere)
+        self.host.load_all(self.device.pool, host, elsewhere).wait()
         saved, restored = (t.cpu().numpy()[::page_size] // page_size for t in (device, elsewhere))
         for c in self.spec.components:
             for layer in self.spec.layers_of(c):
@@ -196,14 +207,14 @@ class Trial:
     def _backup_entries(self) -> None:
         self._fill_device()
         host, device = self._entries("backup")
-        self.host.backup_entries(self.device.pool, host, device)
+        self.host.backup_entries(self.device.pool, host, device).wait()
         oracle.backup_entries(self.expected_host, self.expected_device.pool, host.tolist(), device.tolist())
         self._compare()
 
     def _load_entries(self) -> None:
         self._fill_host()
         host, device = self._entries("load")
-        self.host.load_entries(self.device.pool, host, device)
+        self.host.load_entries(self.device.pool, host, device).wait()
         oracle.load_entries(self.expected_host, self.expected_device.pool, host.tolist(), device.tolist())
         self._compare()
 
@@ -219,7 +230,7 @@ class Trial:
         """Token slots of the pages to move: destination pages distinct, by the cell's pattern on both sides."""
         host, device = self._numbers(direction, self.cell.pages, self.host.num_pages, self.device.pool.num_pages)
         slots = [slots_of(pages, self.spec.page_size).to(self._index_dtype) for pages in (host, device)]
-        return slots[0], slots[1].to(self.cell.device)
+        return slots[0], slots[1].to(MEMORY[self.cell.platform])
 
     def _entries(self, direction: str) -> tuple[torch.Tensor, torch.Tensor]:
         """Entries to move: about half of those of the cell's pages."""

@@ -11,8 +11,6 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-import torch
-
 from refimpl import LAYOUTS, Refusal, support
 from refimpl.backends import registry
 from refimpl.support import BACKENDS, DIRECTIONS, PLATFORMS
@@ -60,15 +58,13 @@ def verdict(
     pool: str, layout: str, backend: str, platform: str, direction: str, run: Callable[..., None] = matrix.run
 ) -> tuple[Status, str]:
     """Status and reason of one entry; `run` proves a cell of the matrix or raises `Mismatch`."""
-    cell = matrix.Cell(pool, layout, backend, direction)
+    cell = matrix.Cell(pool, layout, backend, direction, platform=platform)
     answer = support(cell.spec, layout, backend, direction, platform)
     if isinstance(answer, Refusal):
         return "refused", answer.reason
-    missing = registry.unavailable(backend)
+    missing = registry.unavailable(backend, platform)
     if missing:
         return "not here", missing
-    if platform != "cpu":
-        return "not here", "this run verifies on the CPU" if torch.cuda.is_available() else "no CUDA device is here"
     try:
         run(cell)
     except matrix.Mismatch as wrong:

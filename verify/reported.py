@@ -14,6 +14,7 @@ import torch
 
 from refimpl import DevicePool, HostPool, PoolSpec, oracle
 from refimpl.indices import Indices
+from verify.matrix import without_a_gpu
 
 POISON = 0xFF
 LAYOUTS = {"lf": "layer_first", "pf": "page_first", "pfd": "page_first_direct", "ph": "page_head"}
@@ -21,8 +22,8 @@ LAYOUTS = {"lf": "layer_first", "pf": "page_first", "pfd": "page_first_direct", 
 # Kinds of rows, as the formula numbers them.
 K, V, INDEX = 0, 1, 2
 
-# Whatever can move bytes on a CPU: each backend, and the oracle.
-MOVERS = ("torch", "numba", "oracle")
+# Whatever can move bytes in every layout without a GPU: backends, and the oracle. (The matrix has backend `staged`.)
+MOVERS = ("torch", "numba", "direct", "kernel", "auto", "oracle")
 
 Formula = Callable[[int, int, int, np.ndarray], np.ndarray]
 u64 = np.uint64
@@ -102,7 +103,8 @@ def poison(pool: HostPool | DevicePool) -> None:
 
 def host_pool(spec: PoolSpec, layout: str, num_pages: int, mover: str = "oracle") -> HostPool:
     """A poisoned host pool; its backend is the mover, or any where the oracle moves."""
-    host = HostPool(spec, LAYOUTS.get(layout, layout), num_pages, "torch" if mover == "oracle" else mover)
+    backend = "torch" if mover == "oracle" else mover
+    host = HostPool(spec, LAYOUTS.get(layout, layout), num_pages, backend, platform=without_a_gpu(backend))
     poison(host)
     return host
 
@@ -111,7 +113,7 @@ def backup(mover: str, host: HostPool, device: DevicePool, host_slots: Indices, 
     if mover == "oracle":
         oracle.backup(host, device, host_slots, device_slots)
     else:
-        host.backup(device, host_slots, device_slots)
+        host.backup(device, host_slots, device_slots).wait()
 
 
 def load(mover: str, host: HostPool, device: DevicePool, host_slots: Indices, device_slots: Indices) -> None:
@@ -120,7 +122,7 @@ def load(mover: str, host: HostPool, device: DevicePool, host_slots: Indices, de
         oracle.load(host, device, host_slots, device_slots)
     else:
         for layer in range(host.spec.layers):
-            host.load(device, host_slots, device_slots, layer)
+            host.load(device, host_slots, device_slots, layer).wait()
 
 
 def layer_crc(device: DevicePool, component: str) -> str:

@@ -111,7 +111,7 @@ class WrongFromTheSecondCallOn(TorchBackend):
 
 @pytest.mark.parametrize("backend", [LastItemForgotten, SourceTouched, WrongFromTheSecondCallOn])
 def test_wrong_bytes_get_no_figure(backend: type[TorchBackend], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "_load", lambda name: backend())
+    monkeypatch.setattr(registry, "_load", lambda name: backend)
     settings = replace(TINY, layouts=("page_first",), backends=("torch",))
     content = results.as_json(settings, measure.rows(settings), ["python"])
     wrong = cells(content, "wrong")

@@ -8,6 +8,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+import torch
 
 from refimpl import LAYOUTS, presets
 from refimpl.support import BACKENDS
@@ -94,10 +95,11 @@ def test_the_report_verifies_what_a_cpu_can_run(entries: list[report.Entry]) -> 
     passed = [e for e in entries if e.status == "pass"]
     assert {(e.pool, e.layout, e.backend, e.direction) for e in passed} == {
         pair
-        for pair in matrix.pairs()
-        if pair[0] in POOLS and pair[-1] in ("backup", "load") and matrix.refusal(*pair) is None
+        for platform in ("cpu", "emulated")
+        for pair in matrix.pairs(platform)
+        if pair[0] in POOLS and pair[-1] in ("backup", "load") and matrix.refusal(*pair, platform) is None
     }
-    assert {e.platform for e in passed} == {"cpu"}
+    assert {e.platform for e in passed} == {"cpu", "emulated"} | ({"cuda"} if torch.cuda.is_available() else set())
     assert report.tally(entries)["fail"] == 0
     assert len(entries) == report.count(POOLS)
 

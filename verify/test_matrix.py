@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
+from _pytest.mark import ParameterSet
 
 from refimpl import LAYOUTS, HostPool, UnsupportedPairing
 from verify import matrix
@@ -13,25 +14,43 @@ from verify.guarded import GuardedMemory
 from verify.matrix import Cell
 from verify.toys import TOYS
 
-REFUSED = [pair for pair in matrix.pairs() if matrix.refusal(*pair) is not None]
+# Where cells run: on a CPU, on a CPU that plays the device (the same kernels, late and out of order), on a GPU.
+PLATFORMS = (
+    pytest.param("cpu", id="cpu"),
+    pytest.param("emulated", id="emulated", marks=pytest.mark.emulated),
+    pytest.param("cuda", id="cuda", marks=pytest.mark.gpu),
+)
 
 
-@pytest.mark.parametrize("cell", matrix.complete(), ids=str)
+def marked(cells: Callable[[str], Sequence[object]], names: Callable[[Any], str] = str) -> list[ParameterSet]:
+    """Cells of every platform, with its mark."""
+    return [
+        pytest.param(cell, id=names(cell), marks=platform.marks)
+        for platform in PLATFORMS
+        for cell in cells(str(platform.values[0]))
+    ]
+
+
+def refused(platform: str) -> list[tuple[str, str, str, str, str]]:
+    return [(*pair, platform) for pair in matrix.pairs(platform) if matrix.refusal(*pair, platform) is not None]
+
+
+@pytest.mark.parametrize("cell", marked(matrix.complete))
 def test_every_allowed_pair_moves_exactly_the_right_bytes(cell: Cell) -> None:
     matrix.run(cell)
 
 
-@pytest.mark.parametrize("cell", matrix.covered(), ids=str)
+@pytest.mark.parametrize("cell", marked(matrix.covered))
 def test_sizes_patterns_strides_and_alignments(cell: Cell) -> None:
     matrix.run(cell)
 
 
-@pytest.mark.parametrize("pair", REFUSED, ids="-".join)
-def test_refused_pairs_are_refused_before_memory_is_taken(pair: tuple[str, str, str, str]) -> None:
-    pool, layout, backend, _ = pair
+@pytest.mark.parametrize("pair", marked(refused, "-".join))
+def test_refused_pairs_are_refused_before_memory_is_taken(pair: tuple[str, str, str, str, str]) -> None:
+    pool, layout, backend, _, platform = pair
     memory = GuardedMemory()
     with pytest.raises(UnsupportedPairing) as refused:
-        HostPool(TOYS[pool](4), layout, 3, backend, memory=memory)
+        HostPool(TOYS[pool](4), layout, 3, backend, memory=memory, platform=platform)
     assert not memory.whole
     refusal = matrix.refusal(*pair)
     assert refusal is not None
@@ -41,26 +60,18 @@ def test_refused_pairs_are_refused_before_memory_is_taken(pair: tuple[str, str, 
 
 def test_the_number_of_cells_is_what_it_was() -> None:
     """A cell that vanishes (or a refusal that spreads) must be noticed and agreed to."""
-    counts = Counter("allowed" if matrix.refusal(*pair) is None else "refused" for pair in matrix.pairs())
-    assert counts == {"allowed": 800, "refused": 328}
-    assert len(matrix.covered()) == 2232
-
-
-ON_GPU = [replace(cell, device="cuda") for cell in matrix.complete() if cell.backend == "torch"]
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("cell", ON_GPU, ids=str)
-def test_device_pools_on_a_gpu(cell: Cell) -> None:
-    """Backend torch reaches any device; device indices are on the GPU too."""
-    matrix.run(cell)
+    found = {
+        platform: (len(matrix.complete(platform)), len(refused(platform)), len(matrix.covered(platform)))
+        for platform in ("cpu", "emulated", "cuda")
+    }
+    assert found == {"cpu": (800, 328, 2232), "emulated": (1510, 746, 4255), "cuda": (1910, 910, 5371)}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("backend", matrix.BACKENDS)
-def test_every_combination_of_five_axes(layout: str, backend: str) -> None:
+@pytest.mark.parametrize("platform", PLATFORMS)
+def test_every_combination_of_five_axes(layout: str, platform: str) -> None:
     """One test for thousands of cells: there are too many for a name each, and a `Mismatch` names its cell."""
-    for cell in matrix.covered(strength=5):
-        if (cell.layout, cell.backend) == (layout, backend):
+    for cell in matrix.covered(platform, strength=5):
+        if cell.layout == layout:
             matrix.run(cell)

@@ -302,9 +302,9 @@ def test_device_buffers_that_do_not_fit_are_refused(mistake: str) -> None:
     [
         ({"layout": "page_fist"}, UnsupportedPairing, "there is no layout 'page_fist', only layer_first, page_first"),
         ({"backend": "tourch"}, UnsupportedPairing, "there is no backend 'tourch', only torch, numba"),
-        ({"backend": "kernel"}, UnsupportedPairing, "kernel moves bytes to and from cuda memory, not cpu"),
+        ({"backend": "kernel"}, UnsupportedPairing, "kernel moves bytes to and from cuda or emulated memory, not cpu"),
         ({"layout": "page_first_kv_split"}, UnsupportedPairing, "k, v names no split"),
-        ({"platform": "tpu"}, ValueError, "platform must be one of ('cpu', 'cuda'), got 'tpu'"),
+        ({"platform": "tpu"}, ValueError, "platform must be one of ('cpu', 'cuda', 'emulated'), got 'tpu'"),
         ({"profile": "vllm"}, ValueError, "profile must be one of ('reference', 'sglang'"),
         ({"num_pages": -1}, ValueError, "num_pages must not be negative, got -1"),
     ],
@@ -605,7 +605,7 @@ def moved_layers(direction: str, runs: Sequence[Sequence[int] | None]) -> list[t
     """Layers of each call that a transfer makes of a real backend."""
     host, device = pair(spec=STATES)
     transfer = host.prepare(device, torch.tensor([1]), torch.tensor([2]), direction)
-    transfer._backend = recording = Recording(transfer._backend, [])
+    transfer.backend = recording = Recording(transfer.backend, [])
     for layers in runs:
         transfer.run(layers)
     return recording.calls

@@ -1007,6 +1007,7 @@ def test_sixty_thousand_runs_in_one_transfer(layout: str, keys: str, values: str
     host_slots, device_slots = torch.arange(1000) * 7 % 1009, torch.arange(999, -1, -1)
     if mover != "oracle":
         receipt = host.backup(device, host_slots, device_slots)
+        receipt.wait()
         assert (receipt.bytes, receipt.descriptors) == (60_000 * 64, 60_000)
     else:
         backup(mover, host, device, host_slots, device_slots)

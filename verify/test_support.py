@@ -23,11 +23,12 @@ REASONS = (
     "page_unified keeps a page in one object",
     "page_first_kv_split cuts a row in two",
     "staged copies whole pages",
+    "torch moves bytes to and from cpu or cuda memory",
     "numba moves bytes to and from cpu memory",
-    "direct moves bytes to and from cuda memory",
-    "kernel moves bytes to and from cuda memory",
-    "staged moves bytes to and from cuda memory",
-    "auto moves bytes to and from cuda memory",
+    "direct moves bytes to and from cuda or emulated memory",
+    "kernel moves bytes to and from cuda or emulated memory",
+    "staged moves bytes to and from cuda or emulated memory",
+    "auto moves bytes to and from cuda or emulated memory",
 )
 
 
@@ -40,7 +41,7 @@ def test_refusals_are_a_closed_list_of_physical_reasons() -> None:
             assert len(reason) == 1, answer.reason
             refused[reason[0]] += 1
     assert set(refused) == set(REASONS)
-    assert (len(CELLS), sum(refused.values())) == (3024, 1804)
+    assert (len(CELLS), sum(refused.values())) == (4536, 2636)
 
 
 @pytest.mark.parametrize("profile", PROFILES)
@@ -145,8 +146,9 @@ def test_the_reference_claims_only_what_it_can_load() -> None:
     """A capability is probed: no backend of this name, no flag."""
     spec = presets.mla(2, 576, torch.bfloat16, 64)
     for flag, backend in (("can_use_jit", "kernel"), ("can_use_write_back_jit", "staged")):
-        missing = registry.unavailable(backend)
-        assert capabilities(spec, "page_first", "cuda")[flag].usable == (missing is None)
+        for platform in ("cuda", "emulated"):
+            missing = registry.unavailable(backend, platform)
+            assert capabilities(spec, "page_first", platform)[flag].usable == (missing is None)
 
 
 def test_sglang_refuses_rows_that_its_kernels_cannot_move() -> None:

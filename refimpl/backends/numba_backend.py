@@ -16,6 +16,7 @@ from numba import njit, prange
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
+from refimpl.backends.protocol import OnTheHost
 from refimpl.indices import Items
 from refimpl.plan import Loop, Move, Plan, Side
 from refimpl.receipt import Receipt
@@ -35,13 +36,14 @@ PREFETCHED = 512
 _one_at_a_time = threading.Lock()
 
 
-class NumbaBackend:
+class NumbaBackend(OnTheHost):
     def execute(self, plan: Plan, layers: tuple[int | None, ...], items: Items, direction: str) -> Receipt:
         receipt = Receipt("numba")
+        host_items, device_items = items.checked()
         for move, positions in _by_move(plan, layers):
             order = "F" if _keeps_page_together(move) else "C"
-            host = _starts(move, move.host, positions, items.host).ravel(order)
-            device = _starts(move, move.device, positions, items.device).ravel(order)
+            host = _starts(move, move.host, positions, host_items).ravel(order)
+            device = _starts(move, move.device, positions, device_items).ravel(order)
             counts, host_steps, device_steps = _loops(move.loops)
             with _one_at_a_time:
                 if direction == "backup":

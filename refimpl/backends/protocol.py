@@ -1,17 +1,62 @@
-"""What a backend is: a name, and a way to execute one move of a plan."""
+"""What a backend is: made for a pool, and able to execute a plan."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
+import torch
+
+from refimpl.geometry import PoolSpec
 from refimpl.indices import Items
 from refimpl.plan import Plan
 from refimpl.receipt import Receipt
 
 
+@dataclass(frozen=True)
+class Setup:
+    """The pool that a backend is made for.
+
+    staging_pages  pages that a staging buffer in device memory may hold
+    blocks         blocks of a copy kernel; None: what was measured to be best
+    book           to be asked before device memory is taken; raises if there is none to spare
+    """
+
+    spec: PoolSpec
+    layout: str
+    platform: str = "cpu"
+    staging_pages: int = 0
+    blocks: int | None = None
+    book: Callable[[int], None] = lambda nbytes: None
+
+
 class Backend(Protocol):
     """Moves bytes as a plan says. It never looks at a layout or a pool, only at addresses, strides and runs."""
+
+    def __init__(self, setup: Setup) -> None: ...
+
+    def stays(self, side: str, indices: torch.Tensor) -> bool:
+        """Whether an index list of a side ("host", "device") is left on the device and checked there."""
+        ...
 
     def execute(self, plan: Plan, layers: tuple[int | None, ...], items: Items, direction: str) -> Receipt:
         """Move `items` of the given layers, in any order. `direction` is "backup" (to the host) or "load"."""
         ...
+
+    def close(self) -> None:
+        """Wait for what was submitted, let go of device memory. Idempotent."""
+        ...
+
+
+class OnTheHost:
+    """What backends without a device have in common: nothing to prepare, nothing left behind."""
+
+    def __init__(self, setup: Setup) -> None:
+        pass
+
+    def stays(self, side: str, indices: torch.Tensor) -> bool:
+        return False
+
+    def close(self) -> None:
+        pass

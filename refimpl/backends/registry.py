@@ -5,35 +5,48 @@ from __future__ import annotations
 import importlib
 from functools import cache
 
-from refimpl.backends.protocol import Backend
+import torch
+
+from refimpl.backends.protocol import Backend, Setup
 
 # name -> "module:class"
 MODULES = {
     "torch": "refimpl.backends.torch_backend:TorchBackend",
     "numba": "refimpl.backends.numba_backend:NumbaBackend",
+    "direct": "kernels_cupy.copy_engine:CopyEngine",
+    "kernel": "kernels_cupy.sm_copy:SmCopy",
+    "staged": "kernels_cupy.staged:Staged",
+    "auto": "kernels_cupy.auto:Auto",
 }
 
+# Backends that reach a device ask their runtime whether it is there.
+RUNTIMES = "kernels_cupy.runtimes"
 
-def unavailable(name: str) -> str | None:
-    """Why a backend cannot be loaded here, or None if it can."""
+
+def unavailable(name: str, platform: str = "cpu") -> str | None:
+    """Why a backend cannot be used here, or None if it can."""
     if name not in MODULES:
         return f"no implementation of backend {name!r} is installed (installed: {', '.join(MODULES)})"
+    if platform == "cuda" and not torch.cuda.is_available():
+        return "no CUDA device is here"
     try:
         _load(name)
+        if MODULES[name].startswith(RUNTIMES.split(".")[0]):
+            importlib.import_module(RUNTIMES).runtime(platform)
     except ImportError as error:
-        return f"backend {name!r} cannot be imported: {error}"
+        return f"backend {name!r} cannot be used: {error}"
     return None
 
 
-def get(name: str) -> Backend:
-    """The backend, or `ImportError` with the reason that `unavailable` gives."""
-    reason = unavailable(name)
+def make(name: str, setup: Setup) -> Backend:
+    """A backend for a pool, or `ImportError` with the reason that `unavailable` gives."""
+    reason = unavailable(name, setup.platform)
     if reason:
         raise ImportError(reason)
-    return _load(name)
+    return _load(name)(setup)
 
 
 @cache
-def _load(name: str) -> Backend:
+def _load(name: str) -> type[Backend]:
     module, attribute = MODULES[name].split(":")
-    return getattr(importlib.import_module(module), attribute)()
+    return getattr(importlib.import_module(module), attribute)

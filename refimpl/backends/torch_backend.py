@@ -8,6 +8,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from refimpl.backends.protocol import OnTheHost
 from refimpl.indices import Items
 from refimpl.plan import Move, Plan, Side
 from refimpl.receipt import Receipt
@@ -15,7 +16,7 @@ from refimpl.receipt import Receipt
 WORDS = ((8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.uint8))
 
 
-class TorchBackend:
+class TorchBackend(OnTheHost):
     def execute(self, plan: Plan, layers: tuple[int | None, ...], items: Items, direction: str) -> Receipt:
         receipt = Receipt("torch")
         for _, move, at in plan.select(layers):
@@ -63,8 +64,9 @@ def _as_words(view: torch.Tensor, word: torch.dtype) -> torch.Tensor:
 
 def _assign(move: Move, host: torch.Tensor, device: torch.Tensor, items: Items, direction: str) -> int:
     """`to[items] = source[items]`; returns how many index tensors were sent to a GPU."""
-    host_at = _index(items.host, move.entries, host.device)
-    device_at = _index(items.device, move.entries, device.device)
+    host_items, device_items = items.checked()
+    host_at = _index(host_items, move.entries, host.device)
+    device_at = _index(device_items, move.entries, device.device)
     if direction == "backup":
         host[host_at] = device[device_at].to(host.device)
     else:

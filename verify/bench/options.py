@@ -10,7 +10,7 @@ from typing import NoReturn
 import psutil
 
 from refimpl import LAYOUTS, presets
-from refimpl.backends import registry
+from refimpl.support import BACKENDS
 from verify.bench.measure import Settings, memory_needed
 
 DEFAULT_MODELS = ("llama-3.1-8b", "deepseek-v3", "deepseek-v4-flash", "qwen3-next")
@@ -39,7 +39,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--layouts", type=one_of("layout", LAYOUTS), default=LAYOUTS, metavar="L,L", help=listed(LAYOUTS)
     )
-    backends = tuple(registry.MODULES)
+    backends = tuple(backend for backend, platforms in BACKENDS.items() if "cpu" in platforms)
     parser.add_argument(
         "--backends", type=one_of("backend", backends), default=backends, metavar="B,B", help=listed(backends)
     )

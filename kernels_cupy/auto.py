@@ -1,0 +1,155 @@
+"""Backend `auto`: for every transfer, the backend that a table measured on this device says is the fastest.
+
+Rates depend on how many bytes lie together (a run for `kernel` and `direct`, a page's piece for `staged`) and on the
+direction. `calibrate.py` measures them; without a table of this device and driver the one of an H200 serves.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from kernels_cupy import cache_folder
+from kernels_cupy.copy_engine import CopyEngine, count_descriptors
+from kernels_cupy.jobs import jobs
+from kernels_cupy.sm_copy import SmCopy
+from kernels_cupy.staged import Staged, pieces
+from refimpl.backends.protocol import Backend, Setup
+from refimpl.indices import Items
+from refimpl.plan import Plan
+from refimpl.receipt import Receipt
+from refimpl.support import Refusal, support
+from refimpl.transfer import Transfer
+
+BUILT_IN = Path(__file__).with_name("h200.json")
+BACKENDS: dict[str, type[Backend]] = {"kernel": SmCopy, "direct": CopyEngine, "staged": Staged}
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """What a backend would take for a transfer, in seconds; or why it is none."""
+
+    backend: str
+    seconds: float = float("inf")
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Load:
+    """What a transfer asks of a backend: bytes that cross the bus, in contiguous pieces of `each` bytes on average."""
+
+    nbytes: int
+    each: float
+
+
+class Auto:
+    def __init__(self, setup: Setup) -> None:
+        self._table = table(setup.platform)
+        self._backends: dict[str, Backend] = {}
+        self._refused: dict[str, str] = {}
+        for name, backend in BACKENDS.items():
+            answer = support(setup.spec, setup.layout, name, "backup", setup.platform)
+            if isinstance(answer, Refusal):
+                self._refused[name] = answer.reason
+                continue
+            try:
+                self._backends[name] = backend(setup)
+            except (MemoryError, RuntimeError) as failure:  # a staging buffer that cannot be had, say
+                self._refused[name] = str(failure)
+        if not self._backends:
+            raise ImportError(f"none of {', '.join(BACKENDS)} can be used here: {self._refused}")
+
+    def stays(self, side: str, indices: torch.Tensor) -> bool:
+        return self._backends["kernel"].stays(side, indices) if "kernel" in self._backends else False
+
+    def candidates(self, plan: Plan, layers: tuple[int | None, ...], items: Items, direction: str) -> list[Candidate]:
+        """Every backend, fastest first, with the time that the table predicts or the reason why it is out."""
+        found = [Candidate(name, reason=reason) for name, reason in self._refused.items()]
+        for name in self._backends:
+            unread = [
+                pages.side for pages in items.unchecked if not self._backends[name].stays(pages.side, pages.indices)
+            ]
+            if unread:
+                found.append(Candidate(name, reason=f"the {unread[0]} indices stay on the device"))
+            else:
+                load = LOADS[name](plan, layers, items, direction)
+                found.append(Candidate(name, predicted(self._table["backends"][name][direction], load)))
+        return sorted(found, key=lambda candidate: candidate.seconds)
+
+    def execute(self, plan: Plan, layers: tuple[int | None, ...], items: Items, direction: str) -> Receipt:
+        chosen = self.candidates(plan, layers, items, direction)[0].backend
+        receipt = self._backends[chosen].execute(plan, layers, items, direction)
+        return Receipt(f"auto: {receipt.path}") + receipt
+
+    def close(self) -> None:
+        for backend in self._backends.values():
+            backend.close()
+
+
+def predicted(rates: dict[str, Any], load: Load) -> float:
+    """Seconds, from rates between the sizes that were measured."""
+    sizes, speeds = zip(*rates["gb_per_s"], strict=True)
+    speed = float(np.interp(np.log2(load.each), np.log2(sizes), speeds))
+    return rates["latency_s"] + load.nbytes / speed / 1e9
+
+
+def _runs(plan: Plan, layers: tuple[int | None, ...], items: Items, direction: str) -> Load:
+    found = jobs(plan, layers)
+    nbytes = sum(job.runs_per_item * job.run for job in found) * len(items)
+    return Load(nbytes, nbytes / (sum(job.runs_per_item for job in found) * len(items)))
+
+
+def _descriptors(plan: Plan, layers: tuple[int | None, ...], items: Items, direction: str) -> Load:
+    nbytes = _runs(plan, layers, items, direction).nbytes
+    return Load(nbytes, nbytes / count_descriptors(plan, layers, items))
+
+
+def _pieces(plan: Plan, layers: tuple[int | None, ...], items: Items, direction: str) -> Load:
+    found = pieces(plan, layers, exact=direction == "backup")
+    nbytes = sum(piece.nbytes for piece in found)
+    return Load(nbytes * len(items), nbytes / len(found))
+
+
+LOADS = {"kernel": _runs, "direct": _descriptors, "staged": _pieces}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@cache
+def table(platform: str) -> dict[str, Any]:
+    """Rates of this device, or of an H200 if it was not calibrated."""
+    path = table_path() if platform == "cuda" else BUILT_IN
+    return json.loads((path if path.exists() else BUILT_IN).read_text(encoding="utf-8"))
+
+
+def table_path() -> Path:
+    """Where this device's table is kept: by device, driver and kernels."""
+    from kernels_cupy.specs import HASH
+    from refimpl.cudart import cudart
+
+    name = f"{torch.cuda.get_device_name()} driver {cudart().driver} kernels {HASH}".replace("/", " ")
+    return cache_folder() / f"{name}.json"
+
+
+def explain(transfer: Transfer) -> str:
+    """Candidates for a prepared transfer of all layers, the rates predicted for them, and the choice."""
+    backend = transfer.backend
+    if not isinstance(backend, Auto):
+        raise ValueError(f"only backend 'auto' chooses, this transfer goes by {transfer.path!r}")
+    plan, layers = transfer.plan(), transfer.layers
+    found = backend.candidates(plan, layers, transfer.items, transfer.direction)
+    nbytes = _runs(plan, layers, transfer.items, transfer.direction).nbytes
+    lines = [
+        f"{c.backend:7} out: {c.reason}"
+        if c.reason
+        else f"{c.backend:7} {nbytes / c.seconds / 1e9:5.1f} GB/s predicted"
+        for c in found
+    ]
+    return "\n".join([*lines, f"choice: {found[0].backend}"])

@@ -1,0 +1,94 @@
+"""Backend `direct`: the copy engine, one descriptor a run, many descriptors a call.
+
+Runs that continue each other on both sides become one. The batched call refuses CUDA's legacy default stream, which is
+torch's default: then a private stream takes over, from the caller's last work to the caller's next.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from kernels_cupy.jobs import device_addresses, jobs, registration_of
+from kernels_cupy.runtimes import runtime
+from refimpl.backends.protocol import Setup
+from refimpl.indices import Items
+from refimpl.plan import Plan, Registration
+from refimpl.receipt import Receipt
+from refimpl.runtime import Completion, Event, Runtime, Stream
+
+# Descriptors of one call. Some drivers have hung on tens of thousands (vLLM issues 49276, 43018).
+BATCH = 4096
+
+Descriptors = tuple[np.ndarray, np.ndarray, np.ndarray]  # host and device addresses, bytes
+
+
+class CopyEngine:
+    def __init__(self, setup: Setup) -> None:
+        self._runtime = runtime(setup.platform)
+        self._last: Event | None = None
+
+    def stays(self, side: str, indices: torch.Tensor) -> bool:
+        return False  # descriptors are made on the host
+
+    def execute(self, plan: Plan, layers: tuple[int | None, ...], items: Items, direction: str) -> Receipt:
+        host, device, nbytes = descriptors(plan, layers, items)
+        caller = self._runtime.current()
+        with_batches = caller if self._runtime.batchable(caller) else self._runtime.private("direct")
+        if with_batches is not caller:
+            self._runtime.wait(with_batches, self._runtime.record(caller))
+        to, source = (host, device) if direction == "backup" else (device, host)
+        call = submit(self._runtime, with_batches, to, source, nbytes)
+        self._last = self._runtime.record(with_batches)
+        if with_batches is not caller:
+            self._runtime.wait(caller, self._last)
+        path = "direct" if call == "batch" else f"direct ({call})"
+        return Receipt(path, int(nbytes.sum()), len(nbytes), event=Completion(self._last))
+
+    def close(self) -> None:
+        if self._last:
+            self._last.synchronize()
+
+
+def submit(runtime: Runtime, stream: Stream, to: np.ndarray, source: np.ndarray, nbytes: np.ndarray) -> str:
+    """Copy in batches; returns the call that took them."""
+    call = "batch"
+    for first in range(0, len(nbytes), BATCH):
+        part = slice(first, first + BATCH)
+        call = runtime.copy(stream, to[part], source[part], nbytes[part])
+    return call
+
+
+def descriptors(plan: Plan, layers: tuple[int | None, ...], items: Items) -> Descriptors:
+    """Every run of the layers, merged where possible, addresses as the device sees them."""
+    host_items, device_items = items.checked()
+    order = np.argsort(host_items, kind="stable")
+    found = [
+        merged(host.astype(np.uint64), device.astype(np.uint64), run, plan.registrations)
+        for host, device, run in plan.runs(host_items[order], device_items[order], layers)
+    ]
+    host, device, nbytes = (np.concatenate(arrays) for arrays in zip(*found, strict=True))
+    return device_addresses(plan.registrations, host), device, nbytes
+
+
+def count_descriptors(plan: Plan, layers: tuple[int | None, ...], items: Items) -> int:
+    """How many there will be, or nearly: without making them."""
+    joined = 0
+    if not items.unchecked:
+        host, device = items.checked()
+        joined = int(np.count_nonzero((np.diff(host) == 1) & (np.diff(device) == 1)))
+    return sum(
+        job.runs_per_item * len(items)
+        - (joined * len(job.host.starts) if job.run == job.host.page == job.device.page else 0)
+        for job in jobs(plan, layers)
+    )
+
+
+def merged(host: np.ndarray, device: np.ndarray, run: int, registrations: tuple[Registration, ...]) -> Descriptors:
+    """Runs that lie behind each other on both sides as one, but for those that would cross a registration's edge."""
+    apart = (np.diff(host) != run) | (np.diff(device) != run)
+    if len(registrations) > 1:
+        apart |= np.diff(registration_of(registrations, host)) != 0
+    first = np.concatenate([[0], np.flatnonzero(apart) + 1])
+    counts = np.diff(np.append(first, len(host)))
+    return host[first], device[first], (counts * run).astype(np.uint64)

@@ -1,0 +1,36 @@
+"""The runtime of each platform: CUDA, or the emulated device."""
+
+from __future__ import annotations
+
+import itertools
+from functools import cache
+
+import numpy as np
+
+from refimpl.runtime import QueueRuntime, Runtime
+
+
+def runtime(platform: str) -> Runtime:
+    """`ImportError` with the reason where the platform is not to be had."""
+    return emulated() if platform == "emulated" else cuda()
+
+
+@cache
+def emulated() -> QueueRuntime:
+    """A CUDA device made of CPU memory; threads run in another order at every launch."""
+    from kernels_cupy import emu
+
+    emu.prepare()
+    orders = itertools.cycle(range(5))
+
+    def launch(instance: str, blocks: int, threads: int, arguments: np.ndarray) -> None:
+        emu.launch(instance, blocks, threads, arguments, next(orders))
+
+    return QueueRuntime(launch)
+
+
+@cache
+def cuda() -> Runtime:
+    from kernels_cupy.cuda_runtime import CudaRuntime
+
+    return CudaRuntime()

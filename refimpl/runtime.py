@@ -1,0 +1,248 @@
+"""The port to a device: memory, streams, events, copies and kernel launches.
+
+GPU backends are written against `Runtime`. On a GPU it is CUDA (`kernels_cupy.cuda_runtime`); here is one for a CPU, a
+queue that runs what was submitted as late as it can and in any order that streams and events allow. A backend that
+forgets an event, reuses a buffer early or reads its source at submit is found out by it without a GPU.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import random
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+POISON = 0xDB
+ALIGNMENT = 256  # of device memory
+
+Stream = Any  # whatever the runtime says
+Launcher = Callable[[str, int, int, np.ndarray], None]
+
+
+class Event(Protocol):
+    """A point in a stream."""
+
+    def query(self) -> bool:
+        """Whether the stream has passed it."""
+        ...
+
+    def synchronize(self) -> None:
+        """Block until the stream has passed it. Raises what went wrong on the device."""
+        ...
+
+
+class Runtime(Protocol):
+    """threads  of one block: as many as pay there"""
+
+    threads: int
+
+    def current(self) -> Stream:
+        """The caller's stream."""
+        ...
+
+    def private(self, purpose: str) -> Stream:
+        """A stream of our own, the same one for every call with this purpose."""
+        ...
+
+    def batchable(self, stream: Stream) -> bool:
+        """Whether the stream takes batched copies."""
+        ...
+
+    def record(self, stream: Stream) -> Event: ...
+
+    def wait(self, stream: Stream, event: Event) -> None:
+        """What is submitted to the stream from now on runs after the event."""
+        ...
+
+    def empty(self, nbytes: int) -> torch.Tensor:
+        """Device memory, uint8, aligned to 256 bytes. Usable on the caller's stream and on those that wait for it."""
+        ...
+
+    def upload(self, array: np.ndarray) -> torch.Tensor:
+        """A copy in device memory, complete in order of the caller's stream. The host does not wait."""
+        ...
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor lies in device memory."""
+        ...
+
+    def keep(self, tensor: torch.Tensor) -> None:
+        """Let a tensor's memory be, also when its owner lets go of it, until the caller's stream has come this far."""
+        ...
+
+    def copy(self, stream: Stream, to: np.ndarray, source: np.ndarray, nbytes: np.ndarray) -> str:
+        """Copies between host and device addresses (uint64), in no order; returns by which call."""
+        ...
+
+    def launch(self, stream: Stream, kernel: str, blocks: int, arguments: np.ndarray) -> None:
+        """Launch a kernel of `kernels_cupy.specs` with its struct."""
+        ...
+
+
+@dataclass
+class Completion:
+    """What a receipt's `event` is: an event, and what is to be asked once it has passed.
+
+    verdict  raises if the device found something wrong (an index list that it had to check)
+    """
+
+    event: Event
+    verdict: Callable[[], None] | None = None
+
+    def query(self) -> bool:
+        return self.event.query()
+
+    def synchronize(self) -> None:
+        self.event.synchronize()
+        if self.verdict:
+            self.verdict()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A device made of CPU memory and a queue.
+
+
+@dataclass
+class QueuedEvent:
+    queue: QueueRuntime
+    passed: bool = False
+
+    def query(self) -> bool:
+        return self.passed
+
+    def synchronize(self) -> None:
+        self.queue.run_until(self)
+
+
+@dataclass
+class Operation:
+    """Runs when its `after` has passed and it has come to the front of its stream."""
+
+    what: Callable[[], object]
+    after: QueuedEvent | None = None
+
+
+class QueueRuntime:
+    """A device without hardware: everything waits in queues until somebody waits for it.
+
+    launcher  runs a kernel on the CPU: (instance, blocks, threads, arguments)
+    seed      of the order in which streams take turns and descriptors of a batch are copied
+    """
+
+    threads = 32
+
+    def __init__(self, launcher: Launcher, seed: int = 0) -> None:
+        self._launcher = launcher
+        self._random = random.Random(seed)
+        self._queues: dict[Hashable, deque[Operation]] = {}
+        self._held: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
+        self._lock = threading.RLock()
+        self._here = threading.local()
+
+    # ---- streams
+
+    def current(self) -> Stream:
+        return getattr(self._here, "stream", "default")
+
+    @contextmanager
+    def stream(self, name: str) -> Iterator[None]:
+        """Make a stream the caller's."""
+        before, self._here.stream = self.current(), name
+        try:
+            yield
+        finally:
+            self._here.stream = before
+
+    def private(self, purpose: str) -> Stream:
+        return f"private {purpose}"
+
+    def batchable(self, stream: Stream) -> bool:
+        return stream != "default"
+
+    def submit(self, what: Callable[[], object], stream: Stream = None, after: QueuedEvent | None = None) -> None:
+        """Queue anything, as a user's own kernel would be."""
+        with self._lock:
+            self._queues.setdefault(stream or self.current(), deque()).append(Operation(what, after))
+
+    def record(self, stream: Stream) -> QueuedEvent:
+        event = QueuedEvent(self)
+
+        def passed() -> None:
+            event.passed = True
+
+        self.submit(passed, stream)
+        return event
+
+    def wait(self, stream: Stream, event: Event) -> None:
+        assert isinstance(event, QueuedEvent)
+        self.submit(lambda: None, stream, event)
+
+    # ---- memory
+
+    def empty(self, nbytes: int) -> torch.Tensor:
+        """Poison, before anything is written and again when nobody refers to it any more.
+
+        As with CUDA's allocators it is free for others in order of the stream it was allocated on, no sooner.
+        """
+        room = np.full(nbytes + ALIGNMENT, POISON, np.uint8)
+        first = -room.ctypes.data % ALIGNMENT
+        memory = torch.from_numpy(room[first : first + nbytes])
+        self._held[id(memory)] = memory
+        stream = self.current()
+        weakref.finalize(memory, lambda: self.submit(lambda: room.fill(POISON), stream)).atexit = False
+        return memory
+
+    def upload(self, array: np.ndarray) -> torch.Tensor:
+        held = array.copy()
+        memory = self.empty(array.nbytes)
+        address = memory.data_ptr()
+        self.submit(lambda: ctypes.memmove(address, held.ctypes.data, held.nbytes))
+        return memory
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        return self._held.get(id(tensor)) is tensor
+
+    def keep(self, tensor: torch.Tensor) -> None:
+        self.submit(lambda: tensor)
+
+    # ---- work
+
+    def copy(self, stream: Stream, to: np.ndarray, source: np.ndarray, nbytes: np.ndarray) -> str:
+        """One operation for the whole batch, its copies in any order."""
+        copies = list(zip(to.tolist(), source.tolist(), nbytes.tolist(), strict=True))
+        self._random.shuffle(copies)
+
+        def run() -> None:
+            for copy in copies:
+                ctypes.memmove(*copy)
+
+        self.submit(run, stream)
+        return "batch"
+
+    def launch(self, stream: Stream, kernel: str, blocks: int, arguments: np.ndarray) -> None:
+        arguments = arguments.copy()
+        self.submit(lambda: self._launcher(kernel, blocks, self.threads, arguments), stream)
+
+    # ---- running
+
+    def run_until(self, event: QueuedEvent) -> None:
+        """Run operations in any legal order, no more than it takes to pass the event."""
+        with self._lock:
+            while not event.passed:
+                ready = [q for q in self._queues.values() if q and (q[0].after is None or q[0].after.passed)]
+                if not ready:
+                    raise RuntimeError("the device waits for an event that nothing will reach")
+                self._random.choice(ready).popleft().what()
+
+    def synchronize(self) -> None:
+        """Run everything."""
+        for stream in list(self._queues):
+            self.run_until(self.record(stream))

@@ -1,0 +1,104 @@
+"""python -m verify.bench.gpu: measure the GPU backends portion by portion, print tables and verdicts."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+from refimpl import presets
+from verify.arena import Arena
+from verify.bench import options
+from verify.bench.gpu import cases, ceilings, measure, report, targets
+from verify.bench.gpu.clock import clock
+from verify.bench.gpu.measure import Bench, Effort
+from verify.bench.gpu.results import Results, plain, sglang
+from verify.bench.provenance import command_line
+
+NAMES = tuple(cases.portions(cases.MIB))
+WRITE_EVERY_S = 15
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Exit code 1 where a cell is wrong or failed."""
+    args = _parser().parse_args(argv)
+    results = Results(args.out, resume=args.resume or args.report_only)
+    if not args.report_only:
+        portions = {name: p for name, p in cases.portions(args.payload, args.models).items() if name in args.portion}
+        run(results, portions, args.platform, args.seed, Effort(seconds=args.seconds))
+    content = results.content
+    for name in dict.fromkeys(row["portion"] for row in content["rows"]):
+        print(report.as_text(report.table(content, name)), end="\n\n")
+    print(*targets.verdicts(content, sglang()), sep="\n")
+    return int(any(cell["status"] in ("wrong", "failed") for row in content["rows"] for cell in row["cells"]))
+
+
+def run(
+    results: Results,
+    portions: dict[str, cases.Portion],
+    platform: str,
+    seed: int,
+    effort: Effort,
+    sizes: tuple[int, ...] = ceilings.SIZES,
+) -> None:
+    """Measure a session of portions into `results`, which are written now and then, and however it ends."""
+    ticking = clock(platform)
+    arena = Arena(max(ceilings.memory_needed(sizes), measure.memory_needed(list(portions.values()))))
+    try:
+        with ticking.session():
+            limits = ceilings.measure(ticking, arena, sizes)
+            settings = {"platform": platform, "seed": seed, "portions": list(portions), "effort": asdict(effort)}
+            session = results.begin(command_line("verify.bench.gpu"), settings, limits)
+            bench = Bench(ticking, arena, effort, seed, session, [plain(asdict(limit)) for limit in limits])
+            for name, portion in portions.items():
+                _measure(results, bench, name, portion)
+    finally:
+        results.write()
+        arena.close()
+
+
+def _measure(results: Results, bench: Bench, name: str, portion: cases.Portion) -> None:
+    begin = written = time.monotonic()
+    for row in measure.rows(bench, name, portion, results.done()):
+        results.add(row)
+        print(f"{time.monotonic() - begin:6.1f} s  {name}: {report.line(row)}", file=sys.stderr, flush=True)
+        if time.monotonic() - written > WRITE_EVERY_S:
+            results.write()
+            written = time.monotonic()
+    results.write()
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = options.Parser(prog="python -m verify.bench.gpu", description=__doc__)
+    parser.add_argument(
+        "--portion",
+        type=options.one_of("portion", NAMES),
+        default=("core",),
+        metavar="P,P",
+        help=f"of {options.listed(NAMES)}; default: core",
+    )
+    parser.add_argument(
+        "--models",
+        type=options.one_of("model", presets.MODELS),
+        default=cases.MODELS,
+        metavar="M,M",
+        help=f"default: {options.listed(cases.MODELS)}",
+    )
+    parser.add_argument(
+        "--payload", type=options.nbytes, default=256 << 20, metavar="SIZE", help="bytes that move, 256MiB if not given"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=Effort().seconds, help="device time of a cell (default: %(default)s)"
+    )
+    parser.add_argument("--platform", choices=("cuda", "emulated"), default="cuda", help="default: %(default)s")
+    parser.add_argument("--seed", type=int, default=0, help="of page choice and fill (default: %(default)s)")
+    parser.add_argument("--out", type=Path, metavar="FILE.json", help="write all samples to this file")
+    parser.add_argument("--resume", action="store_true", help="keep the rows that the file holds, measure the others")
+    parser.add_argument("--report-only", action="store_true", help="measure nothing, report what the file holds")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,133 @@
+"""What is measured: cases (a pool under a name), movers (a way to move it), and portions, which combine them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from refimpl import LAYOUTS, PoolSpec, presets
+
+KIB, MIB = 1 << 10, 1 << 20
+MODELS = ("llama-3.1-8b", "deepseek-v3", "deepseek-v4-flash", "qwen3-next")
+FEW = ("llama-3.1-8b", "deepseek-v3")
+PAGE_MAJOR = ("page_first", "page_first_direct")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A pool; `pages` of it move, or as many as the payload holds."""
+
+    name: str
+    spec: PoolSpec
+    pages: int | None = None
+
+    def pages_of(self, payload_bytes: int) -> int:
+        return self.pages or max(1, payload_bytes // self.spec.page_bytes)
+
+
+@dataclass(frozen=True)
+class Mover:
+    """A backend, or a variant of `variants.VARIANTS`, and how it is asked to move (see `record.Cell`)."""
+
+    backend: str
+    blocks: int | None = None
+    staging_pages: int | None = None
+    layerwise: bool = False
+
+    @property
+    def name(self) -> str:
+        """
+        >>> Mover("kernel", blocks=4).name, Mover("direct", layerwise=True).name
+        ('kernel, 4 blocks', 'direct, by layer')
+        """
+        more = [f"{self.blocks} blocks"] if self.blocks else []
+        more += [f"staging of {self.staging_pages}"] if self.staging_pages else []
+        more += ["by layer"] if self.layerwise else []
+        return ", ".join([self.backend, *more])
+
+
+@dataclass(frozen=True)
+class Portion:
+    """Cases × layouts × both directions, each with its movers.
+
+    payloads      bytes that move, each a row of its own
+    scattered     pages at random places, or one after another
+    interference  also measure what transfers do to a matmul beside them
+    """
+
+    cases: tuple[Case, ...]
+    layouts: tuple[str, ...]
+    movers: Callable[[Case, int], tuple[Mover, ...]]
+    payloads: tuple[int, ...]
+    scattered: bool = True
+    interference: bool = False
+
+
+BACKENDS = tuple(map(Mover, ("direct", "kernel", "staged", "auto")))
+BY_LAYER = tuple(Mover(backend, layerwise=True) for backend in ("direct", "kernel", "auto"))
+BY_BLOCKS = tuple(Mover("kernel", blocks=blocks) for blocks in (1, 2, 4, 8, 16, 32))
+VARIANTS = (
+    *BACKENDS,
+    Mover("kernel", blocks=2),
+    Mover("one staging buffer"),
+    Mover("memcpy one by one"),
+)
+BESIDE_A_MATMUL = (Mover("direct"), Mover("staged"), Mover("kernel", blocks=4), Mover("auto"))
+
+# The geometries of SGLang's measured table, under the names that `data/results/sglang-*.json` uses.
+SGLANG_CASES = (
+    *(Case(f"MHA Llama-8B, page {page}", presets.mha(32, 8, 128, page_size=page)) for page in (64, 16, 1)),
+    *(Case(f"MLA DeepSeek-V3, page {page}", presets.mla(61, 576, page_size=page)) for page in (64, 16, 1)),
+    Case("V4-like rows of 37,376 B", presets.v4_paged("v4", 30, 37376)),
+    Case("V4-like rows of 8,448 B", presets.v4_paged("v4", 30, 8448, entries=64, entry_bytes=(128, 4))),
+    Case("DSA index rows of 8,448 B", presets.dsa_indexer(61, indices_from=None)),
+    Case("Mamba states of 128 KiB", presets.mamba(48, [], temporal_shape=(128 * KIB // 4,))),
+    Case("Mamba states of 1 MiB", presets.mamba(48, [], temporal_shape=(MIB // 4,))),
+)
+SGLANG_LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_head")
+
+
+def models(names: tuple[str, ...]) -> tuple[Case, ...]:
+    """Every pool that has bytes of some models."""
+    return tuple(Case(name, spec) for name in names for spec in presets.model(name).values() if spec.page_bytes)
+
+
+def descriptor_cases(most_bytes: int) -> Iterator[Case]:
+    """Pools whose every page is one run, so that descriptors and their length can be chosen."""
+    for run in (512, 2 * KIB, 8 * KIB, 32 * KIB, 128 * KIB):
+        for count in (64, 256, 1024, 4096, 16384, 60000):
+            if run * count <= most_bytes:
+                yield Case(f"{count} runs of {run} B", presets.mla(1, run, torch.uint8, page_size=1), count)
+
+
+def portions(payload: int, names: tuple[str, ...] = MODELS) -> dict[str, Portion]:
+    """All portions, in the order in which they are measured."""
+    few = tuple(name for name in names if name in FEW) or names[:1]
+    return {
+        "core": Portion(models(names), LAYOUTS, lambda case, pages: BACKENDS, (payload,)),
+        "sglang": Portion(SGLANG_CASES, SGLANG_LAYOUTS, lambda case, pages: (*BACKENDS, *BY_LAYER), (payload,)),
+        "sizes": Portion(
+            models(names),
+            ("layer_first", *PAGE_MAJOR),
+            lambda case, pages: BACKENDS,
+            (payload // 256, payload // 16),
+            scattered=False,
+        ),
+        "blocks": Portion(models(names), ("layer_first", "page_first", "page_head"), lambda *_: BY_BLOCKS, (payload,)),
+        "capacity": Portion(models(few), PAGE_MAJOR, _by_capacity, (payload,)),
+        "descriptors": Portion(
+            tuple(descriptor_cases(payload)),
+            ("layer_first",),
+            lambda *_: (Mover("direct"), Mover("kernel")),
+            (payload,),
+        ),
+        "variants": Portion(models(names), ("layer_first", *PAGE_MAJOR), lambda *_: VARIANTS, (payload,)),
+        "matmul": Portion(models(few), PAGE_MAJOR, lambda *_: BESIDE_A_MATMUL, (payload,), interference=True),
+    }
+
+
+def _by_capacity(case: Case, pages: int) -> tuple[Mover, ...]:
+    """Staging of 2, 4, 8, … pages, as many as move at most; two is the least, one for each half."""
+    return tuple(Mover("staged", staging_pages=2 << i) for i in range(max(1, pages.bit_length() - 1)))

@@ -1,0 +1,117 @@
+"""The result file: sessions and rows as JSON, described by `data/schemas/bench_gpu.schema.json`.
+
+Each start of the benchmark is a session: provenance, settings, ceilings. One file may hold rows of several sessions.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from verify.bench.gpu.measure import Key, key
+from verify.bench.gpu.record import Ceiling, Row
+from verify.bench.provenance import ROOT, provenance
+
+SCHEMA = ROOT / "data" / "schemas" / "bench_gpu.schema.json"
+SGLANG = ROOT / "data" / "results" / "sglang-0.5.23-h200.json"
+
+Content = dict[str, Any]
+
+
+class Results:
+    """The content of a result file, which grows row by row. `path` None: kept in memory only."""
+
+    def __init__(self, path: Path | None, resume: bool = False) -> None:
+        self.path = path
+        self.content: Content = {"sessions": [], "rows": []}
+        if path and resume and path.exists():
+            self.content = json.loads(path.read_text(encoding="utf-8"))
+
+    def begin(self, command: list[str], settings: dict[str, Any], ceilings: list[Ceiling]) -> int:
+        """A new session; its position."""
+        source = provenance(command, settings["seed"]) | {"gpu": gpu()}
+        session = {"provenance": source, "settings": settings, "ceilings": [asdict(c) for c in ceilings]}
+        self.content["sessions"].append(plain(session))
+        return len(self.content["sessions"]) - 1
+
+    def done(self) -> set[Key]:
+        """Rows that need not be measured again: no cell of theirs failed."""
+        return {key(row) for row in self.content["rows"] if all(cell["status"] != "failed" for cell in row["cells"])}
+
+    def add(self, row: Row) -> None:
+        """Keep a row, in place of an earlier one of the same key."""
+        new = plain(asdict(row))
+        self.content["rows"] = [old for old in self.content["rows"] if key(old) != key(new)] + [new]
+
+    def write(self) -> None:
+        if self.path:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.path.write_text(json.dumps(self.content, indent=1) + "\n", encoding="utf-8")
+
+
+def plain(value: Any) -> Any:
+    """The same of JSON types only."""
+    return json.loads(json.dumps(value))
+
+
+def sglang() -> Content:
+    """SGLang's measured figures, as fractions of the memcpy of their own run."""
+    return json.loads(SGLANG.read_text(encoding="utf-8"))
+
+
+def gpu() -> Content | None:
+    """The device, its driver and its bus; None without one. What cannot be found out is None."""
+    if not torch.cuda.is_available():
+        return None
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return {
+        "name": properties.name,
+        "sms": properties.multi_processor_count,
+        "memory_bytes": properties.total_memory,
+        "cuda": torch.version.cuda,
+        "cupy": _cupy_version(),
+    } | (_by_nvml() or _by_tool())
+
+
+def _by_nvml() -> Content | None:
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        device = pynvml.nvmlDeviceGetHandleByIndex(torch.cuda.current_device())
+        return {
+            "driver": str(pynvml.nvmlSystemGetDriverVersion()),
+            "pcie_generation": pynvml.nvmlDeviceGetCurrPcieLinkGeneration(device),
+            "pcie_width": pynvml.nvmlDeviceGetCurrPcieLinkWidth(device),
+        }
+    except Exception:  # not installed, or any of the library's own errors
+        return None
+
+
+def _by_tool() -> Content:
+    """What nvidia-smi answers."""
+    names = ("driver_version", "pcie.link.gen.current", "pcie.link.width.current")
+    command = ["nvidia-smi", f"--query-gpu={','.join(names)}", "--format=csv,noheader"]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout
+        driver, generation, width = (part.strip() for part in answer.splitlines()[0].split(","))
+    except (OSError, subprocess.SubprocessError, IndexError, ValueError):
+        return {"driver": None, "pcie_generation": None, "pcie_width": None}
+    return {"driver": driver, "pcie_generation": _number(generation), "pcie_width": _number(width)}
+
+
+def _number(text: str) -> int | None:
+    return int(text) if text.isdigit() else None
+
+
+def _cupy_version() -> str | None:
+    try:
+        import cupy
+    except ImportError:
+        return None
+    return cupy.__version__

@@ -1,0 +1,175 @@
+"""Targets, and whether the figures of a result file meet them. Rates are fractions of the session's memcpy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+Content = dict[str, Any]
+
+KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+BACKENDS = ("direct", "kernel", "staged", "auto")
+FULL = ("core", "sglang")  # portions of full payloads, all backends side by side
+
+# Shortest run of at least so many bytes -> fraction that the best backend reaches.
+RATES = (
+    (2 * KIB, {"backup": 0.94, "load": 0.91}),
+    (KIB, {"backup": 0.94, "load": 0.88}),
+    (256, {"backup": 0.90, "load": 0.88}),
+)
+# Host page in one piece of at least so many bytes -> the same, both ways, all layers at once.
+PIECES = ((4 * MIB, 0.97), (512 * KIB, 0.95))
+# Shortest run of at least so many bytes -> blocks that suffice for the rate.
+BLOCKS = ((2 * KIB, 4), (512, 8), (0, 16))
+AUTO_NEAR, AUTO_SHARE, AUTO_LEAST = 0.97, 0.95, 0.90
+SGLANG_GOOD, SGLANG_BEHIND = 0.95, 0.01
+SLOWDOWN = {"direct": 0.03, "staged": 0.04, "kernel, 4 blocks": 0.06}
+
+
+@dataclass(frozen=True)
+class Check:
+    """One figure against its bound. `strictly`: equal is not enough."""
+
+    target: str
+    subject: str
+    value: float
+    bound: float
+    at_least: bool = True
+    strictly: bool = False
+
+    @property
+    def margin(self) -> float:
+        """How far on the right side; negative where the target is missed."""
+        return self.value - self.bound if self.at_least else self.bound - self.value
+
+    @property
+    def met(self) -> bool:
+        return self.margin > 0 if self.strictly else self.margin >= 0
+
+
+def verdicts(content: Content, sglang: Content) -> list[str]:
+    """One line for each target: how often it is met, and where it is met least."""
+    found: dict[str, list[Check]] = {}
+    for check in checks(content, sglang):
+        found.setdefault(check.target, []).append(check)
+    return [_line(target, group) for target, group in found.items()]
+
+
+def _line(target: str, group: list[Check]) -> str:
+    met, least = sum(check.met for check in group), min(group, key=lambda check: check.margin / (check.bound or 1))
+    verdict = "met" if met == len(group) else "MISSED"
+    return f"{verdict}: {target}: {met} of {len(group)}; least {least.value:.4g} of {least.bound:.4g} ({least.subject})"
+
+
+def checks(content: Content, sglang: Content) -> Iterator[Check]:
+    """Every figure that has a target."""
+    for row in content["rows"]:
+        if row["portion"] in FULL:
+            yield from _rates(row)
+        if row["portion"] in (*FULL, "descriptors"):
+            yield from _submits(row)
+        if row["portion"] == "sglang":
+            yield from _against(row, sglang)
+        if row["portion"] == "blocks":
+            yield from _blocks(row)
+        yield from _slowdowns(row)
+    yield from _auto([row for row in content["rows"] if row["portion"] in FULL])
+
+
+def required(row: Content) -> float | None:
+    """The fraction that the row's best backend must reach; None where there is no target."""
+    fit = [piece for least, piece in PIECES if row["piece_bytes"] >= least][:1]
+    fit += [rates[row["direction"]] for least, rates in RATES if shortest_run(row) >= least][:1]
+    return max(fit, default=None)
+
+
+def best(row: Content) -> Content | None:
+    """The fastest of our backends, all layers at once."""
+    return max(measured(row), key=lambda cell: cell["gb_per_s"], default=None)
+
+
+def measured(row: Content) -> list[Content]:
+    """Cells of our backends as they come: all layers at once, every choice their own."""
+    return [cell for cell in row["cells"] if cell["mover"] in BACKENDS and cell["status"] == "measured"]
+
+
+def shortest_run(row: Content) -> int:
+    return min((run["bytes"] for run in row["runs"]), default=0)
+
+
+def name(row: Content) -> str:
+    return f"{row['case']} {row['pool']}, {row['layout']}, {row['direction']}"
+
+
+def _fraction(cell: Content) -> float:
+    return cell["percent_of_ceiling"] / 100
+
+
+def _rates(row: Content) -> Iterator[Check]:
+    fastest, bound = best(row), required(row)
+    if fastest and bound:
+        yield Check(f"rate of the best backend, {row['direction']}", name(row), _fraction(fastest), bound)
+
+
+def _against(row: Content, sglang: Content) -> Iterator[Check]:
+    """Ahead of SGLang's own choice where that is poor, hardly behind where it is good."""
+    ours = {
+        "all layers": [cell for cell in measured(row) if cell["mover"] == "auto"],
+        "by layer": [cell for cell in row["cells"] if cell["layerwise"] and cell["status"] == "measured"],
+    }
+    for figure in sglang["figures"]:
+        if not figure["chosen"] or any(figure[k] != row[k] for k in ("case", "layout", "direction")):
+            continue
+        poor, theirs = figure["fraction"] < SGLANG_GOOD, figure["fraction"]
+        bound = theirs if poor else theirs - SGLANG_BEHIND
+        for how, cells in ours.items():
+            if cells:
+                value = max(map(_fraction, cells))
+                subject = f"{name(row)}, SGLang's {figure['path']}"
+                yield Check(f"against SGLang's choice, {how}", subject, value, bound, strictly=poor)
+
+
+def _blocks(row: Content) -> Iterator[Check]:
+    """Few blocks are enough."""
+    few = next(blocks for least, blocks in BLOCKS if shortest_run(row) >= least)
+    rates = next((rates for least, rates in RATES if shortest_run(row) >= least), None)
+    cells = [cell for cell in row["cells"] if cell["status"] == "measured" and cell["blocks"] <= few]
+    if rates and cells:
+        fastest = max(map(_fraction, cells))
+        yield Check(f"rate of kernel with {few} blocks at most", name(row), fastest, rates[row["direction"]])
+
+
+def _auto(rows: list[Content]) -> Iterator[Check]:
+    """auto is hardly ever behind the best backend, and never far."""
+    ratios = []
+    for row in rows:
+        fastest, auto = best(row), [cell for cell in measured(row) if cell["mover"] == "auto"]
+        if fastest and auto:
+            ratios.append(auto[0]["gb_per_s"] / fastest["gb_per_s"])
+            yield Check("auto against the best backend", name(row), ratios[-1], AUTO_LEAST)
+    if ratios:
+        near = sum(ratio >= AUTO_NEAR for ratio in ratios) / len(ratios)
+        yield Check("share of rows in which auto is within 3 %", f"{len(ratios)} rows", near, AUTO_SHARE)
+
+
+def _submits(row: Content) -> Iterator[Check]:
+    """Host time of a call, in seconds."""
+    for cell in measured(row):
+        bounds = {
+            "kernel": 60e-6,
+            "direct": 100e-6 + 0.6e-6 * cell["descriptors"],
+            "staged": 2e-3 * row["payload_bytes"] / GIB,
+        }
+        bound = bounds.get(cell["mover"])
+        if bound:
+            subject = f"{name(row)}, {cell['descriptors']} descriptors"
+            yield Check(f"submit of {cell['mover']}", subject, cell["submit"]["median_s"], bound, at_least=False)
+
+
+def _slowdowns(row: Content) -> Iterator[Check]:
+    for cell in row["cells"]:
+        bound = SLOWDOWN.get(cell["mover"])
+        if cell["interference"] and bound:
+            slowdown = cell["interference"]["slowdown"]
+            yield Check(f"slowdown of a matmul by {cell['mover']}", name(row), slowdown, bound, at_least=False)

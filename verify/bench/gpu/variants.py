@@ -1,0 +1,128 @@
+"""Other strategies for the same bytes, as other engines use them, to hold ours against.
+
+Each is a function that prepares a transfer. What they leave out is what makes the difference: no overlap of relayout
+and copy, or no batches, so that each piece is a call to the driver. A call from Python costs more than one from C;
+where a cell is marked as submitted slower than the device could run, that is part of its figure.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from refimpl import DevicePool, Receipt, UnsupportedPairing, plan
+from refimpl.geometry import NO_LAYER
+from refimpl.host_buffers import HostBuffers
+from verify.bench.gpu.rig import OnDevice
+from verify.bench.measure import Indices
+
+Copy = Callable[[int, int, int], None]  # destination, source, bytes
+
+
+def one_staging_buffer(
+    host: HostBuffers, device: DevicePool, at: Indices, direction: str, platform: str
+) -> Callable[[], Receipt]:
+    """All pages are gathered into one buffer in the host's layout, then copied page by page; a load, in reverse.
+
+    Upstream copies like this where a page has less than 128 KiB. Its relayout is one kernel, this one torch's by layer.
+    """
+    if not all(buffer.keeps_page_together for buffer, _ in host.storage):
+        raise UnsupportedPairing(f"{host.layout} scatters a page, there is no page to stage")
+    host_pages, device_pages = (_pages(slots, host.page_size) for slots in at)
+    stage = HostBuffers(host.spec, host.layout, len(host_pages), OnDevice(str(device.device)), None)
+    there = torch.from_numpy(device_pages).to(device.device)
+    copies = np.concatenate([_pieces(h, s, host_pages) for h, s in zip(_firsts(host), _firsts(stage), strict=True)])
+    to, source = (0, 1) if direction == "backup" else (1, 0)
+    moves = copies[:, [to, source, 2]].tolist()
+
+    def run() -> Receipt:
+        if direction == "backup":
+            _relayout(stage, device, there, direction)
+        _copy_each(moves, platform)
+        if direction == "load":
+            _relayout(stage, device, there, direction)
+        return Receipt("one staging buffer", int(copies[:, 2].sum()), len(moves))
+
+    return run
+
+
+def memcpy_one_by_one(
+    host: HostBuffers, device: DevicePool, at: Indices, direction: str, platform: str
+) -> Callable[[], Receipt]:
+    """One driver call for each run of the plan, neighbours merged."""
+    host_pages, device_pages = (_pages(slots, host.page_size) for slots in at)
+    layers = (*host.spec.owned_layers, *NO_LAYER)
+
+    def run() -> Receipt:
+        runs = plan(host, device).runs(host_pages, device_pages, layers)
+        merged = np.concatenate([_merged(h, d, nbytes) for h, d, nbytes in runs])
+        to, source = (0, 1) if direction == "backup" else (1, 0)
+        _copy_each(merged[:, [to, source, 2]].tolist(), platform)
+        return Receipt("memcpy one by one", int(merged[:, 2].sum()), len(merged))
+
+    return run
+
+
+VARIANTS: dict[str, Callable[[HostBuffers, DevicePool, Indices, str, str], Callable[[], Receipt]]] = {
+    "one staging buffer": one_staging_buffer,
+    "memcpy one by one": memcpy_one_by_one,
+}
+
+
+def _merged(host: np.ndarray, device: np.ndarray, nbytes: int) -> np.ndarray:
+    """`(host, device, bytes)` of runs, those that continue each other on both sides made one.
+
+    >>> _merged(np.array([0, 8, 24]), np.array([100, 108, 116]), 8).tolist()
+    [[0, 100, 16], [24, 116, 8]]
+    """
+    breaks = (np.diff(host) != nbytes) | (np.diff(device) != nbytes)
+    first = np.flatnonzero(np.concatenate([[True], breaks]))
+    lengths = np.diff(np.append(first, len(host))) * nbytes
+    return np.stack([host[first], device[first], lengths], axis=1)
+
+
+def _firsts(buffers: HostBuffers) -> list[tuple[int, int]]:
+    """Address of page 0 and bytes from page to page, of every range that holds whole pages."""
+    addresses, _, sizes = buffers.get_contiguous_buf_infos()
+    return list(zip(addresses, sizes, strict=True))
+
+
+def _pieces(host: tuple[int, int], stage: tuple[int, int], host_pages: np.ndarray) -> np.ndarray:
+    """`(host, staging, bytes)` of each page."""
+    (first, nbytes), (staged, _) = host, stage
+    numbers = np.arange(len(host_pages))
+    return np.stack([first + host_pages * nbytes, staged + numbers * nbytes, np.full(len(numbers), nbytes)], axis=1)
+
+
+def _relayout(stage: HostBuffers, device: DevicePool, pages: torch.Tensor, direction: str) -> None:
+    for c in stage.spec.components:
+        for layer in stage.spec.layers_of(c):
+            first = 0
+            for staged in stage.part_views(c.name, layer):
+                rows = device.view(c.name, layer)[..., first : first + staged.shape[-1]]
+                first += staged.shape[-1]
+                if direction == "backup":
+                    staged.copy_(rows[pages])
+                else:
+                    rows[pages] = staged
+
+
+def _copy_each(moves: list[list[int]], platform: str) -> None:
+    call = _cuda_copy() if platform == "cuda" else ctypes.memmove
+    for to, source, nbytes in moves:
+        call(to, source, nbytes)
+
+
+def _cuda_copy() -> Copy:
+    runtime: Any = importlib.import_module("cupy.cuda").runtime
+    stream, kind, copy = torch.cuda.current_stream().cuda_stream, runtime.memcpyDefault, runtime.memcpyAsync
+    return lambda to, source, nbytes: copy(to, source, nbytes, kind, stream)
+
+
+def _pages(slots: torch.Tensor, page_size: int) -> np.ndarray:
+    return slots[::page_size].numpy() // page_size

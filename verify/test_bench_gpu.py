@@ -1,0 +1,268 @@
+"""The GPU benchmark, without a GPU: what it writes down follows from samples, and wrong bytes are never timed."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import torch
+
+from refimpl import HostMemory, HostPool
+from refimpl.backends.torch_backend import TorchBackend
+from refimpl.indices import Items
+from refimpl.plan import Plan
+from refimpl.receipt import Receipt
+from verify.arena import ALIGNMENT, Arena
+from verify.bench.gpu import __main__ as program
+from verify.bench.gpu import cases, matmul, measure, report, targets
+from verify.bench.gpu.cases import Case, Mover, Portion
+from verify.bench.gpu.results import SCHEMA, Results, sglang
+from verify.toys import TOYS
+
+EFFORT = measure.Effort(seconds=0, repeats=(2, 3), latencies=2, matmul=matmul.Loop(8, 2, 2))
+SIZES = (2000, 4000)
+HERE = (Mover("torch"), Mover("torch", layerwise=True), Mover("one staging buffer"), Mover("memcpy one by one"))
+TOY = Case("toy", TOYS["mha"](2), pages=3)
+
+
+def portion(movers: tuple[Mover, ...], *layouts: str, interference: bool = False) -> Portion:
+    return Portion((TOY,), layouts, lambda case, pages: movers, (1000,), interference=interference)
+
+
+def measured(portions: dict[str, Portion], platform: str = "cpu", path: Path | None = None) -> dict[str, Any]:
+    results = Results(path, resume=True)
+    program.run(results, portions, platform, 0, EFFORT, SIZES)
+    return results.content
+
+
+def cells(content: dict[str, Any], status: str) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    return [(row, cell) for row in content["rows"] for cell in row["cells"] if cell["status"] == status]
+
+
+@pytest.fixture(scope="module")
+def content() -> dict[str, Any]:
+    """Backend torch and all variants, in two portions."""
+    layouts = ("layer_first", "page_first", "page_head", "page_first_kv_split")
+    return measured({"core": portion(HERE, *layouts), "matmul": portion(HERE[:1], "page_first", interference=True)})
+
+
+def test_a_result_file_follows_its_schema(content: dict[str, Any]) -> None:
+    schema = json.loads(SCHEMA.read_text())
+    jsonschema.Draft202012Validator.check_schema(schema)
+    jsonschema.validate(content, schema)
+
+
+def test_every_figure_follows_from_the_samples(content: dict[str, Any]) -> None:
+    (session,) = content["sessions"]
+    ceilings = {
+        c["direction"]: c["payload_bytes"] / statistics.median(c["timing"]["samples_s"]) / 1e9
+        for c in session["ceilings"]
+        if c["payload_bytes"] == SIZES[0]
+    }
+    found = cells(content, "measured")
+    assert len(found) == 19 + 2
+    for row, cell in found:
+        for timing in (cell["timing"], cell["submit"], cell["latency"]):
+            assert timing["median_s"] == statistics.median(timing["samples_s"])
+        assert cell["gb_per_s"] == row["payload_bytes"] / cell["timing"]["median_s"] / 1e9
+        assert cell["percent_of_ceiling"] == pytest.approx(100 * cell["gb_per_s"] / ceilings[row["direction"]])
+        assert sum(run["bytes"] * run["count"] for run in row["runs"]) == row["payload_bytes"]
+
+
+def test_a_matmul_is_measured_beside_transfers(content: dict[str, Any]) -> None:
+    for row, cell in cells(content, "measured"):
+        beside = cell["interference"]
+        assert (beside is not None) == (row["portion"] == "matmul")
+        if beside:
+            ratio = statistics.median(beside["beside_per_s"]) / statistics.median(beside["alone_per_s"])
+            assert beside["slowdown"] == 1 - ratio
+
+
+def test_refused_cells_are_listed_with_their_reason(content: dict[str, Any]) -> None:
+    reasons = {cell["reason"] for _, cell in cells(content, "refused")}
+    assert any("a backup moves all layers" in reason for reason in reasons)
+    assert any("there is no page to stage" in reason for reason in reasons)
+    assert any("names no split" in reason for reason in reasons)
+    assert not cells(content, "wrong")
+    assert not cells(content, "failed")
+
+
+def test_the_report_shows_every_row_and_the_ratio_of_variants(content: dict[str, Any]) -> None:
+    text = report.as_text(report.table(content, "core"))
+    assert "one staging buffer" in text
+    assert "memcpy backup 1.95 KiB" in text
+    assert len(report.table(content, "core").body) == 8
+
+
+class LastItemForgotten(TorchBackend):
+    def execute(self, plan: Plan, layers: tuple[int | None, ...], items: Items, direction: str) -> Receipt:
+        host, device = items.checked()
+        short = super().execute(plan, layers, Items(host[:-1], device[:-1]), direction)
+        return replace(short, bytes=short.bytes // 2 * 3)
+
+
+class Broken(TorchBackend):
+    def execute(self, plan: Plan, layers: tuple[int | None, ...], items: Items, direction: str) -> Receipt:
+        raise RuntimeError("no more descriptors")
+
+
+@pytest.mark.parametrize(
+    ("backend", "status", "reason"),
+    [(LastItemForgotten, "wrong", "tensor 0 is 0xa5, not"), (Broken, "failed", "RuntimeError: no more descriptors")],
+)
+def test_a_wrong_or_broken_backend_is_told_and_not_timed(
+    backend: type[TorchBackend], status: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("refimpl.backends.torch_backend.TorchBackend", backend)
+    monkeypatch.setattr("refimpl.backends.registry._load", lambda name: backend)
+    found = measured({"core": portion(HERE[:1] + HERE[3:], "page_first")})
+    jsonschema.validate(found, json.loads(SCHEMA.read_text()))
+    broken = cells(found, status)
+    assert len(broken) == 2
+    assert all(reason in cell["reason"] for _, cell in broken)
+    assert len(cells(found, "measured")) == 2  # the variant beside it
+
+
+def test_a_run_is_resumed(tmp_path: Path) -> None:
+    path = tmp_path / "results.json"
+    first = measured({"core": portion(HERE[:1], "page_first")}, path=path)
+    second = measured({"core": portion(HERE[:1], "page_first", "layer_first")}, path=path)
+    assert second["rows"][:2] == first["rows"]
+    assert [row["session"] for row in second["rows"]] == [0, 0, 1, 1]
+    assert json.loads(path.read_text()) == second
+
+
+def test_a_file_is_reported_without_measuring(
+    content: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "results.json"
+    path.write_text(json.dumps(content))
+    assert program.main(["--report-only", "--out", str(path)]) == 0
+    assert report.as_text(report.table(content, "core")) in capsys.readouterr().out
+    assert json.loads(path.read_text()) == content
+
+
+def test_portions_are_unambiguous_and_fit_into_the_arena() -> None:
+    portions = cases.portions(256 << 20)
+    assert list(portions) == list(program.NAMES)
+    for wanted in portions.values():
+        for case in wanted.cases:
+            movers = [mover.name for mover in wanted.movers(case, case.pages_of(wanted.payloads[0]))]
+            assert len(set(movers)) == len(movers)
+    assert measure.memory_needed(list(portions.values())) < 400 << 20
+
+
+@pytest.mark.emulated
+def test_the_gpu_backends_are_measured_on_an_emulated_device() -> None:
+    movers = (*cases.BACKENDS, *cases.BY_LAYER, Mover("kernel", blocks=2), Mover("staged", staging_pages=2))
+    found = measured({"core": portion((*movers, *HERE[2:]), "page_first", "page_first_direct")}, "emulated")
+    jsonschema.validate(found, json.loads(SCHEMA.read_text()))
+    assert not [cell["reason"] for _, cell in [*cells(found, "wrong"), *cells(found, "failed")]]
+    assert {cell["mover"] for _, cell in cells(found, "measured")} == {m.name for m in (*movers, *HERE[2:])}
+
+
+# ---- targets
+
+
+def row(mover_rates: dict[str, float], run: int = 4096, piece: int = 0, direction: str = "backup") -> dict[str, Any]:
+    timing = {"median_s": 50e-6}
+    return {
+        "portion": "sglang",
+        "case": "MHA Llama-8B, page 64",
+        "pool": "kv",
+        "layout": "page_head",
+        "direction": direction,
+        "payload_bytes": 2**28,
+        "runs": [{"bytes": run, "count": 2**28 // run}],
+        "piece_bytes": piece,
+        "cells": [
+            {
+                "mover": mover,
+                "status": "measured",
+                "layerwise": False,
+                "descriptors": 100,
+                "gb_per_s": percent / 2,
+                "percent_of_ceiling": percent,
+                "submit": timing,
+                "interference": None,
+            }
+            for mover, percent in mover_rates.items()
+        ],
+    }
+
+
+@pytest.mark.parametrize(
+    ("run", "piece", "direction", "required"),
+    [
+        (2048, 0, "backup", 0.94),
+        (2048, 0, "load", 0.91),
+        (1152, 0, "load", 0.88),
+        (256, 0, "backup", 0.90),
+        (255, 0, "backup", None),
+        (255, 512 << 10, "load", 0.95),
+        (2048, 4 << 20, "load", 0.97),
+    ],
+)
+def test_the_rate_that_a_row_must_reach(run: int, piece: int, direction: str, required: float | None) -> None:
+    assert targets.required(row({}, run, piece, direction)) == required
+
+
+def test_verdicts() -> None:
+    lines = targets.verdicts({"rows": [row({"kernel": 96, "auto": 94}), row({"kernel": 93, "auto": 50})]}, sglang())
+    assert [line.split(";")[0] for line in lines] == [
+        "MISSED: rate of the best backend, backup: 1 of 2",
+        "met: submit of kernel: 2 of 2",
+        "MISSED: against SGLang's choice, all layers: 1 of 2",
+        "MISSED: auto against the best backend: 1 of 2",
+        "MISSED: share of rows in which auto is within 3 %: 0 of 1",
+    ]
+
+
+def test_the_table_of_sglang_names_our_cases() -> None:
+    figures = sglang()["figures"]
+    assert {figure["case"] for figure in figures} == {case.name for case in cases.SGLANG_CASES}
+    assert {figure["layout"] for figure in figures} == set(cases.SGLANG_LAYOUTS)
+    assert [case.spec.page_bytes % case.spec.components[0].row_bytes for case in cases.SGLANG_CASES] == [0] * 11
+    assert all(0 < figure["fraction"] < 1 for figure in figures)
+
+
+# ---- the arena
+
+
+@pytest.fixture
+def arena() -> Iterator[Arena]:
+    made = Arena(3 * ALIGNMENT)
+    yield made
+    made.close()
+
+
+def test_an_arena_hands_out_aligned_pieces_until_it_is_full(arena: Arena) -> None:
+    first, second = arena.map(10), arena.map(ALIGNMENT)
+    assert second.data_ptr() - first.data_ptr() == ALIGNMENT
+    assert (first.numel(), second.numel()) == (10, ALIGNMENT)
+    with pytest.raises(MemoryError, match="8,192 of them taken, and 4,097 are asked for"):
+        arena.map(ALIGNMENT + 1)
+    arena.reset()
+    assert arena.map(3 * ALIGNMENT).data_ptr() == first.data_ptr()
+
+
+def test_pools_share_an_arena(arena: Arena) -> None:
+    assert isinstance(arena, HostMemory)
+    with HostPool(TOY.spec, "page_first", 2, memory=arena) as pool:
+        assert pool.layer_view("k", 0).data_ptr() == arena._whole.data_ptr()
+        assert not arena.pinned or arena._whole.is_pinned()
+    assert not arena.pinned or arena._whole.is_pinned()
+    assert arena._whole.dtype == torch.uint8
+
+
+def test_a_closed_arena_has_nothing_left(arena: Arena) -> None:
+    arena.close()
+    arena.close()
+    with pytest.raises(MemoryError):
+        arena.map(1)
