@@ -64,7 +64,7 @@ def descriptors(plan: Plan, layers: tuple[int | None, ...], items: Items) -> Des
     host_items, device_items = items.checked()
     order = np.argsort(host_items, kind="stable")
     found = [
-        merged(host.astype(np.uint64), device.astype(np.uint64), run, plan.registrations)
+        merged(host.astype(np.uint64), device.astype(np.uint64), run, plan.registrations)[:3]
         for host, device, run in plan.runs(host_items[order], device_items[order], layers)
     ]
     host, device, nbytes = (np.concatenate(arrays) for arrays in zip(*found, strict=True))
@@ -84,11 +84,21 @@ def count_descriptors(plan: Plan, layers: tuple[int | None, ...], items: Items) 
     )
 
 
-def merged(host: np.ndarray, device: np.ndarray, run: int, registrations: tuple[Registration, ...]) -> Descriptors:
-    """Runs that lie behind each other on both sides as one, but for those that would cross a registration's edge."""
-    apart = (np.diff(host) != run) | (np.diff(device) != run)
+def merged(
+    host: np.ndarray,
+    other: np.ndarray,
+    run: int,
+    registrations: tuple[Registration, ...],
+    group: np.ndarray | None = None,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Runs that lie behind each other on both sides as one; the last array is the group of each.
+
+    Not those that would cross a registration's edge (a copy may not), nor those of different groups.
+    """
+    group = np.zeros(len(host), np.int64) if group is None else group
+    apart = (np.diff(host) != run) | (np.diff(other) != run) | (np.diff(group) != 0)
     if len(registrations) > 1:
         apart |= np.diff(registration_of(registrations, host)) != 0
     first = np.concatenate([[0], np.flatnonzero(apart) + 1])
     counts = np.diff(np.append(first, len(host)))
-    return host[first], device[first], (counts * run).astype(np.uint64)
+    return host[first], other[first], (counts * run).astype(np.uint64), group[first]

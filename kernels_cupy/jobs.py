@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -11,7 +12,7 @@ import torch
 from kernels_cupy.specs import CHECK_INDICES, COPY_RUNS, MAX_LOOPS, MAX_STARTS, WORDS
 from refimpl.indices import Items, Pages, Unchecked
 from refimpl.plan import Loop, Move, Plan, Registration
-from refimpl.runtime import Completion, Runtime, Stream
+from refimpl.runtime import Completion, Runtime
 
 THREADS_TO_CHECK = 8192  # indices of a list that one block checks
 
@@ -35,7 +36,7 @@ class Job:
     loops: tuple[Loop, ...]
     run: int
 
-    @property
+    @cached_property
     def runs_per_item(self) -> int:
         return len(self.host.starts) * int(np.prod([loop.count for loop in self.loops], dtype=np.int64))
 
@@ -52,6 +53,12 @@ def jobs(plan: Plan, layers: tuple[int | None, ...]) -> list[Job]:
     if key not in plan.derived:
         plan.derived[key] = list(_jobs(plan, layers))
     return plan.derived[key]
+
+
+def runs_and_bytes(plan: Plan, layers: tuple[int | None, ...], count: int) -> tuple[int, int]:
+    """Runs of `count` items, and the bytes they come to."""
+    per_item = [(job.runs_per_item, job.run) for job in jobs(plan, layers)]
+    return count * sum(runs for runs, _ in per_item), count * sum(runs * run for runs, run in per_item)
 
 
 def _jobs(plan: Plan, layers: tuple[int | None, ...]) -> Iterator[Job]:
@@ -142,7 +149,7 @@ class Placed:
 
 def place(runtime: Runtime, items: Items, sides: tuple[str, ...] = ("host", "device")) -> Placed:
     """Bring the lists of some sides to the device, once for all runs of a transfer on one stream."""
-    key = sides, runtime.current()
+    key: Hashable = sides, runtime.current()
     if key not in items.placed:
         items.placed[key] = _place(runtime, items, sides)
         return items.placed[key]
@@ -194,87 +201,98 @@ def _check_there(runtime: Runtime, pages: Unchecked, placed: Placed) -> int:
 class Shape:
     """How a kernel shares out its work.
 
-    blocks  thread blocks
-    lanes   threads that share a piece of a run
-    piece   bytes that they copy before they take the next piece
+    blocks    thread blocks
+    lanes     threads that share a piece of a run
+    piece     bytes that they copy at most before they look for more
+    together  neighbouring pieces that they take in turn
     """
 
     blocks: int
     lanes: int
     piece: int
+    together: int = 1
 
 
 @dataclass(frozen=True)
-class Copy:
-    """`count` items between host memory (or what stands for it in a staging buffer) and a device pool.
+class Launch:
+    """A kernel with its arguments, but for the lists of items. Lists of other transfers make it another transfer."""
 
-    host, device  an end, and the address of its list of items (0: the first `count` ones)
-    to_host       which way
-    """
+    kernel: str
+    blocks: int
+    arguments: np.ndarray
+    host_side: str
 
-    host: tuple[End, int]
-    device: tuple[End, int]
-    loops: tuple[Loop, ...]
-    run: int
-    count: int
-    to_host: bool = True
+    def submit(
+        self, runtime: Runtime, host_items: int, device_items: int, count: int, fault: int = 0, if_fault: bool = False
+    ) -> None:
+        """On the caller's stream.
 
-    def towards(self, direction: str) -> Copy:
-        return replace(self, to_host=direction == "backup")
-
-    @property
-    def word(self) -> int:
-        """The widest word that every address, stride and run is a multiple of."""
-        fits = self.run
-        for end, _ in (self.host, self.device):
-            fits |= int(np.bitwise_or.reduce(end.starts)) | end.page | end.entry_bytes
-        for loop in self.loops:
-            fits |= loop.host | loop.device
-        return next(word for word in WORDS if fits % word == 0)
+        host_items, device_items  addresses of lists in device memory; 0: the first `count` items
+        fault                     address of what the check of index lists found; the copy runs if that is `if_fault`
+        """
+        arguments = self.arguments.copy()
+        to, source = (host_items, device_items) if self.host_side == "to" else (device_items, host_items)
+        arguments["to"]["items"], arguments["source"]["items"], arguments["items"] = to, source, count
+        if fault:
+            arguments["fault"], arguments["if_fault"] = fault, if_fault
+        runtime.launch(runtime.current(), self.kernel, self.blocks, arguments)
 
 
-def launch(
-    runtime: Runtime,
-    copy: Copy,
+def launches(
+    host: End,
+    device: End,
+    loops: tuple[Loop, ...],
+    run: int,
+    direction: str,
     shape: Shape,
-    items_outermost: bool,
-    fault: int = 0,
-    if_fault: bool = False,
+    items_outermost: bool = True,
     registrations: torch.Tensor | None = None,
-) -> int:
-    """Copy on the caller's stream; returns the number of launches.
+) -> list[Launch]:
+    """Copies between two ends, the host's (or what stands for it in a staging buffer) and a device pool's.
 
     items_outermost  page after page (where the host keeps one together), or layer after layer
-    fault            address of what the check of index lists found; the copy runs if that is `if_fault`
     registrations    table for host addresses, if they need one
     """
-    sides = {"to": copy.host, "source": copy.device} if copy.to_host else {"to": copy.device, "source": copy.host}
+    word = widest_word(host, device, loops, run)
+    host_side, device_side = ("to", "source") if direction == "backup" else ("source", "to")
     arguments = np.zeros((), COPY_RUNS)
-    loops = (Loop(1, 0, 0),) * (MAX_LOOPS - len(copy.loops)) + copy.loops
-    for name, (end, items) in sides.items():
-        side, is_host = arguments[name], end is copy.host[0]
-        side["items"], side["page"], side["entries"], side["entry_bytes"] = (
-            items,
+    loops = (Loop(1, 0, 0),) * (MAX_LOOPS - len(loops)) + loops
+    for name, end, steps in (
+        (host_side, host, [loop.host for loop in loops]),
+        (device_side, device, [loop.device for loop in loops]),
+    ):
+        side = arguments[name]
+        side["page"], side["entries"], side["entry_bytes"], side["steps"] = (
             end.page,
             end.entries,
             end.entry_bytes,
+            steps,
         )
-        side["steps"] = [loop.host if is_host else loop.device for loop in loops]
-        if is_host and registrations is not None:
-            side["registrations"], side["registration_count"] = registrations.data_ptr(), registrations.numel() // 24
-    arguments["fault"], arguments["if_fault"] = fault, if_fault
-    arguments["items"], arguments["counts"] = copy.count, [loop.count for loop in loops]
-    arguments["run"], arguments["lanes"], arguments["items_outermost"] = copy.run, shape.lanes, items_outermost
-    arguments["piece"] = max(shape.piece // copy.word, 1) * copy.word
-    firsts = range(0, len(copy.host[0].starts), MAX_STARTS)
-    for first in firsts:
-        for name, (end, _) in sides.items():
+    if registrations is not None:
+        table = arguments[host_side]
+        table["registrations"], table["registration_count"] = registrations.data_ptr(), registrations.numel() // 24
+    arguments["counts"], arguments["run"] = [loop.count for loop in loops], run
+    arguments["lanes"], arguments["together"] = shape.lanes, shape.together
+    arguments["piece"], arguments["items_outermost"] = max(shape.piece // word, 1) * word, items_outermost
+    found = []
+    for first in range(0, len(host.starts), MAX_STARTS):
+        for name, end in ((host_side, host), (device_side, device)):
             starts = end.starts[first : first + MAX_STARTS]
             arguments["starts"], arguments[name]["starts"][: len(starts)] = len(starts), starts
-        runtime.launch(runtime.current(), f"copy_runs<{copy.word}>", shape.blocks, arguments)
-    return len(firsts)
+        found.append(Launch(f"copy_runs<{word}>", shape.blocks, arguments.copy(), host_side))
+    return found
 
 
-def completion(runtime: Runtime, stream: Stream, placed: Placed | None) -> Completion:
-    """An event after everything submitted so far, and the verdict on lists that the device checked."""
-    return Completion(runtime.record(stream), placed.verdict if placed and placed.fault is not None else None)
+def widest_word(host: End, device: End, loops: tuple[Loop, ...], run: int) -> int:
+    """The widest word that every address, stride and run is a multiple of."""
+    fits = run
+    for end in (host, device):
+        fits |= int(np.bitwise_or.reduce(end.starts)) | end.page | end.entry_bytes
+    for loop in loops:
+        fits |= loop.host | loop.device
+    return next(word for word in WORDS if fits % word == 0)
+
+
+def completion(runtime: Runtime, placed: Placed) -> Completion:
+    """An event after all that the caller's stream has so far, and the verdict on lists that the device checks."""
+    return Completion(runtime.record(runtime.current()), None if placed.fault is None else placed.verdict)

@@ -8,7 +8,18 @@ from __future__ import annotations
 
 import torch
 
-from kernels_cupy.jobs import Copy, Shape, completion, jobs, launch, mapped, place, table_of
+from kernels_cupy.jobs import (
+    Launch,
+    Shape,
+    completion,
+    jobs,
+    launches,
+    mapped,
+    one_offset,
+    place,
+    runs_and_bytes,
+    table_of,
+)
 from kernels_cupy.runtimes import runtime
 from refimpl.backends.protocol import Setup
 from refimpl.indices import Items
@@ -17,9 +28,14 @@ from refimpl.receipt import Receipt
 from refimpl.runtime import Event
 
 IN_FLIGHT = 4  # loads of a thread, as in copy_runs.cu
+WIDEST = 16  # bytes of a word
 
 # Runs of so many bytes and more -> blocks that fill the bus.
 BLOCKS = ((2048, 4), (512, 8), (0, 16))
+
+# What a warp copies before it goes elsewhere, and the least that a group of its threads reads at once: a cache line.
+STRETCH = 8192
+LINE = 128
 
 
 class SmCopy:
@@ -33,35 +49,48 @@ class SmCopy:
 
     def execute(self, plan: Plan, layers: tuple[int | None, ...], items: Items, direction: str) -> Receipt:
         placed = place(self._runtime, items)
-        table = table_of(self._runtime, plan.registrations)
-        receipt = Receipt("kernel", index_uploads=placed.uploads)
-        for job in jobs(plan, layers):
-            runs = job.runs_per_item * len(items)
-            copy = Copy(
-                (mapped(plan, job.host), placed.host), (job.device, placed.device), job.loops, job.run, len(items)
-            )
-            kernels = launch(
-                self._runtime,
-                copy.towards(direction),
-                shape_for(job.run, self._blocks),
-                items_outermost=job.keeps_page_together,
-                fault=placed.fault_address,
-                registrations=table,
-            )
-            receipt += Receipt("kernel", runs * job.run, runs, kernels)
-        done = completion(self._runtime, self._runtime.current(), placed)
+        prepared = self._prepared(plan, layers, direction)
+        for launch in prepared:
+            launch.submit(self._runtime, placed.host, placed.device, len(items), placed.fault_address)
+        done = completion(self._runtime, placed)
         self._last = done.event
-        return receipt + Receipt("kernel", event=done)
+        runs, nbytes = runs_and_bytes(plan, layers, len(items))
+        return Receipt("kernel", nbytes, runs, len(prepared), placed.uploads, event=done)
 
     def close(self) -> None:
         if self._last:
             self._last.synchronize()
 
+    def _prepared(self, plan: Plan, layers: tuple[int | None, ...], direction: str) -> list[Launch]:
+        """Worked out once; a table of registrations is brought to the device in order of a stream, and so again."""
+        key = "launches", layers, direction, None if one_offset(plan.registrations) else self._runtime.current()
+        if key not in plan.derived:
+            table = table_of(self._runtime, plan.registrations)
+            plan.derived[key] = (
+                table,
+                [
+                    launch
+                    for job in jobs(plan, layers)
+                    for launch in launches(
+                        mapped(plan, job.host),
+                        job.device,
+                        job.loops,
+                        job.run,
+                        direction,
+                        shape_for(job.run, self._blocks),
+                        job.keeps_page_together,
+                        table,
+                    )
+                ],
+            )
+        return plan.derived[key][1]
+
 
 def shape_for(run: int, blocks: int | None = None) -> Shape:
-    """Blocks by run length; a warp a run, or part of one where runs are short."""
+    """Blocks by run length; as few threads to a run as can have all of it in flight."""
     lanes = 32
-    while lanes > 1 and lanes * 16 > run:
+    while lanes * WIDEST > LINE and lanes // 2 * WIDEST * IN_FLIGHT >= run:
         lanes //= 2
     blocks = blocks or next(blocks for shortest, blocks in BLOCKS if run >= shortest)
-    return Shape(blocks, lanes, lanes * 16 * IN_FLIGHT)
+    stretch = STRETCH * lanes // 32
+    return Shape(blocks, lanes, stretch, max(stretch // run, 1))

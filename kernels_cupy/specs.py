@@ -52,7 +52,7 @@ COPY_RUNS = np.dtype(
         ("lanes", np.int32),
         ("if_fault", np.int32),
         ("items_outermost", np.int32),
-        ("unused", np.int32),
+        ("together", np.int32),
     ],
     align=True,
 )

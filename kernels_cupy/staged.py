@@ -17,30 +17,202 @@ import torch
 
 from kernels_cupy.copy_engine import merged, submit
 from kernels_cupy.jobs import (
-    Copy,
     End,
     Job,
-    Shape,
+    Launch,
     completion,
     device_addresses,
     jobs,
-    launch,
+    launches,
     mapped,
     place,
     registration_of,
+    runs_and_bytes,
     table_of,
 )
 from kernels_cupy.runtimes import runtime
+from kernels_cupy.sm_copy import shape_for
 from refimpl.backends.protocol import Setup
 from refimpl.indices import Items
 from refimpl.plan import Loop, Plan
 from refimpl.receipt import Receipt
-from refimpl.runtime import Event
+from refimpl.runtime import Event, Stream
 
 HALVES = 2
 
-# Relayout touches device memory only and is soon done: the whole device may help.
-RELAYOUT = Shape(blocks=128, lanes=32, piece=2048)
+# Blocks of the relayout: it touches device memory only, and is soon done.
+BLOCKS = 128
+
+Layers = tuple[int | None, ...]
+
+
+class Staged:
+    def __init__(self, setup: Setup) -> None:
+        if setup.staging_pages < HALVES:
+            raise ValueError(f"staging_pages must be at least {HALVES}, one page a half; got {setup.staging_pages}")
+        self._runtime = runtime(setup.platform)
+        self.half_bytes = setup.staging_pages // HALVES * setup.spec.page_bytes
+        setup.book(HALVES * self.half_bytes)
+        self._buffer: torch.Tensor | None = self._runtime.empty(HALVES * self.half_bytes)
+        self._free: list[Event | None] = [None] * HALVES  # passed when a half may be written again
+        self._turn = 0
+        self._one_at_a_time = threading.Lock()
+
+    def stays(self, side: str, indices: torch.Tensor) -> bool:
+        return side == "device" and self._runtime.holds(indices)  # the host's are in descriptors
+
+    def execute(self, plan: Plan, layers: Layers, items: Items, direction: str) -> Receipt:
+        if self._buffer is None:
+            raise ValueError("the staging buffer is closed")
+        with self._one_at_a_time:
+            return self._backup(plan, layers, items) if direction == "backup" else self._load(plan, layers, items)
+
+    def close(self) -> None:
+        for event in self._free:
+            if event:
+                event.synchronize()
+        self._buffer = None
+
+    def _backup(self, plan: Plan, layers: Layers, items: Items) -> Receipt:
+        """Gather on the caller's stream, copy on ours; the caller's goes on when the last copy is done."""
+        caller, copies = self._runtime.current(), self._runtime.private("staged")
+        lists = place(self._runtime, items, ("host", "device") if items.unchecked else ("device",))
+        chunks = self._chunks(plan, layers, items, "backup")
+        kernels = 0
+        try:
+            for chunk in chunks:
+                self._wait_for(caller, chunk.half)
+                for launch in self._relayout(plan, layers, "backup", chunk.half):
+                    launch.submit(self._runtime, 0, lists.device + 8 * chunk.first, chunk.count, lists.fault_address)
+                    kernels += 1
+                for launch in self._rescue(plan, layers, chunk.half) if items.unchecked else ():
+                    at = lists.host + 8 * chunk.first
+                    launch.submit(self._runtime, at, 0, chunk.count, lists.fault_address, if_fault=True)
+                self._runtime.wait(copies, self._runtime.record(caller))
+                submit(self._runtime, copies, chunk.host, chunk.staging, chunk.nbytes)
+                self._free[chunk.half] = self._runtime.record(copies)
+        finally:
+            self._runtime.wait(caller, self._runtime.record(copies))
+        return self._receipt(plan, layers, len(items), chunks, kernels, lists.uploads, completion(self._runtime, lists))
+
+    def _load(self, plan: Plan, layers: Layers, items: Items) -> Receipt:
+        """Copy on our stream, which begins where the caller's has come to; scatter on the caller's."""
+        caller, copies = self._runtime.current(), self._runtime.private("staged")
+        lists = place(self._runtime, items, ("device",))
+        chunks = self._chunks(plan, layers, items, "load")
+        kernels = 0
+        self._runtime.wait(copies, self._runtime.record(caller))
+        try:
+            for chunk in chunks:
+                self._wait_for(copies, chunk.half)
+                submit(self._runtime, copies, chunk.staging, chunk.host, chunk.nbytes)
+                self._runtime.wait(caller, self._runtime.record(copies))
+                for launch in self._relayout(plan, layers, "load", chunk.half):
+                    launch.submit(self._runtime, 0, lists.device + 8 * chunk.first, chunk.count, lists.fault_address)
+                    kernels += 1
+                self._free[chunk.half] = self._runtime.record(caller)
+        finally:
+            self._runtime.wait(caller, self._runtime.record(copies))
+        return self._receipt(plan, layers, len(items), chunks, kernels, lists.uploads, completion(self._runtime, lists))
+
+    def _wait_for(self, stream: Stream, half: int) -> None:
+        """Until a half may be written again, whoever used it last."""
+        free = self._free[half]
+        if free:
+            self._runtime.wait(stream, free)
+
+    def _receipt(
+        self, plan: Plan, layers: Layers, count: int, chunks: list[Chunk], kernels: int, uploads: int, event: Event
+    ) -> Receipt:
+        _, nbytes = runs_and_bytes(plan, layers, count)
+        descriptors = sum(len(chunk.nbytes) for chunk in chunks)
+        return Receipt("staged", nbytes, descriptors, kernels, uploads, event=event)
+
+    # ---- chunks
+
+    def _chunks(self, plan: Plan, layers: Layers, items: Items, direction: str) -> list[Chunk]:
+        """As many items at a time as a half holds, the halves in turn, with what the copy engine has to do."""
+        found = pieces(plan, layers, exact=direction == "backup")
+        most = self.half_bytes // sum(piece.nbytes for piece in found)
+        assert isinstance(items.host, np.ndarray)
+        numbers, places = np.divmod(np.arange(len(items)), most)
+        halves = (numbers + self._turn) % HALVES
+        self._turn += -(-len(items) // most)
+        copies = []
+        for begin, piece in zip(self._begins(found, most), found, strict=True):
+            host = piece.addresses(items.host)
+            staging = (begin + halves * self.half_bytes + places * piece.nbytes).astype(np.uint64)
+            copies.append(merged(host, staging, piece.nbytes, plan.registrations, numbers))
+        host, staging, nbytes, chunk_of = (np.concatenate(arrays) for arrays in zip(*copies, strict=True))
+        host = device_addresses(plan.registrations, host)
+        return [
+            Chunk(first, min(most, len(items) - first), int(halves[first]), host[mine], staging[mine], nbytes[mine])
+            for number, first in enumerate(range(0, len(items), most))
+            for mine in [chunk_of == number]
+        ]
+
+    def _begins(self, found: list[Piece], most: int) -> np.ndarray:
+        """Where each piece's copies begin in the first half."""
+        assert self._buffer is not None
+        sizes = np.array([piece.nbytes for piece in found], np.int64)
+        return self._buffer.data_ptr() + most * (np.cumsum(sizes) - sizes)
+
+    def _relayout(self, plan: Plan, layers: Layers, direction: str, half: int) -> list[Launch]:
+        """Between a half and the device pool; worked out once."""
+        key = "relayout", layers, direction, half
+        if key not in plan.derived:
+            found = pieces(plan, layers, exact=direction == "backup")
+            begins = self._begins(found, self.half_bytes // sum(piece.nbytes for piece in found))
+            launches_of_half = []
+            for part in parts(plan, layers, exact=direction == "backup"):
+                starts = begins[list(part.pieces)] + half * self.half_bytes + part.offsets
+                staging = End(starts.astype(np.uint64), part.item_bytes)
+                launches_of_half += launches(
+                    staging, part.device, part.loops, part.run, direction, shape_for(part.run, BLOCKS)
+                )
+            plan.derived[key] = launches_of_half
+        return plan.derived[key]
+
+    def _rescue(self, plan: Plan, layers: Layers, half: int) -> list[Launch]:
+        """Fill a half with what the host has: for a backup whose list the device refuses.
+
+        Copies cannot be called off by the device, and the host does not wait for its verdict. So they bring the host's
+        own bytes back to it.
+        """
+        found = pieces(plan, layers, exact=True)
+        table = table_of(self._runtime, plan.registrations)
+        begins = self._begins(found, self.half_bytes // sum(piece.nbytes for piece in found)) + half * self.half_bytes
+        if table is not None:
+            self._runtime.keep(table)
+        return [
+            launch
+            for begin, piece in zip(begins, found, strict=True)
+            for launch in launches(
+                mapped(plan, piece.end),
+                End(np.array([begin], np.uint64), piece.nbytes),
+                (),
+                piece.nbytes,
+                "load",
+                shape_for(piece.nbytes, BLOCKS),
+                registrations=table,
+            )
+        ]
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Items that a half takes at a time, from number `first` on, and the copies between it and the host."""
+
+    first: int
+    count: int
+    half: int
+    host: np.ndarray
+    staging: np.ndarray
+    nbytes: np.ndarray
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What of an item lies together in host memory.
 
 
 @dataclass(frozen=True)
@@ -62,172 +234,6 @@ class Piece:
         return End(np.array([self.begin], np.uint64), self.page, self.entries, self.entry_bytes)
 
 
-class Staged:
-    def __init__(self, setup: Setup) -> None:
-        self._runtime = runtime(setup.platform)
-        page_bytes = setup.spec.page_bytes
-        if setup.staging_pages < HALVES:
-            raise ValueError(f"staging_pages must be at least {HALVES}, one page a half; got {setup.staging_pages}")
-        self._half = setup.staging_pages // HALVES * page_bytes
-        setup.book(HALVES * self._half)
-        self._buffer: torch.Tensor | None = self._runtime.empty(HALVES * self._half)
-        self._free: list[Event | None] = [None] * HALVES
-        self._turn = 0
-        self._one_at_a_time = threading.Lock()
-
-    def stays(self, side: str, indices: torch.Tensor) -> bool:
-        return side == "device" and self._runtime.holds(indices)  # the host's are in descriptors
-
-    def execute(self, plan: Plan, layers: tuple[int | None, ...], items: Items, direction: str) -> Receipt:
-        with self._one_at_a_time:
-            steps = Steps(self, plan, layers, items, direction)
-            return steps.backup() if direction == "backup" else steps.load()
-
-    def next_half(self) -> int:
-        """Halves take turns from one transfer to the next, too."""
-        self._turn = (self._turn + 1) % HALVES
-        return self._turn
-
-    def address(self, half: int) -> int:
-        if self._buffer is None:
-            raise ValueError("the staging buffer is closed")
-        return self._buffer.data_ptr() + half * self._half
-
-    def close(self) -> None:
-        for event in self._free:
-            if event:
-                event.synchronize()
-        self._buffer = None
-
-
-@dataclass
-class Steps:
-    """One transfer through the staging buffer, chunk by chunk."""
-
-    staged: Staged
-    plan: Plan
-    layers: tuple[int | None, ...]
-    items: Items
-    direction: str
-
-    def __post_init__(self) -> None:
-        self.runtime = self.staged._runtime
-        self.caller, self.copies = self.runtime.current(), self.runtime.private("staged")
-        self.pieces = pieces(self.plan, self.layers, exact=self.direction == "backup")
-        host_items = self.items.host
-        assert isinstance(host_items, np.ndarray)
-        self.host_items = host_items
-        sides = ("host", "device") if self.items.unchecked and self.direction == "backup" else ("device",)
-        self.placed = place(self.runtime, self.items, sides)
-        self.item_bytes = sum(piece.nbytes for piece in self.pieces)
-        self.receipt = Receipt("staged", index_uploads=self.placed.uploads)
-
-    def backup(self) -> Receipt:
-        """Gather on the caller's stream, copy on ours; the caller's goes on when the last copy is done."""
-        try:
-            for half, chunk in self._chunks():
-                self._gather(half, chunk)
-                self.runtime.wait(self.copies, self.runtime.record(self.caller))
-                self._copy(half, chunk)
-                self.staged._free[half] = self.runtime.record(self.copies)
-        finally:
-            self.runtime.wait(self.caller, self.runtime.record(self.copies))
-        return self._done()
-
-    def load(self) -> Receipt:
-        """Copy on our stream, scatter on the caller's."""
-        self.runtime.wait(self.copies, self.runtime.record(self.caller))
-        try:
-            for half, chunk in self._chunks():
-                self._copy(half, chunk)
-                self.runtime.wait(self.caller, self.runtime.record(self.copies))
-                self._relayout(half, chunk)
-                self.staged._free[half] = self.runtime.record(self.caller)
-        finally:
-            self.runtime.wait(self.caller, self.runtime.record(self.copies))
-        return self._done()
-
-    def _done(self) -> Receipt:
-        return self.receipt + Receipt("staged", event=completion(self.runtime, self.caller, self.placed))
-
-    # ---- chunks
-
-    @property
-    def most(self) -> int:
-        """Items that a half holds."""
-        return self.staged._half // self.item_bytes
-
-    def _chunks(self) -> Iterator[tuple[int, slice]]:
-        """Halves in turn, each once the event of its last use has passed on the stream that writes it first."""
-        writer = self.caller if self.direction == "backup" else self.copies
-        for first, last in chunks(len(self.items), self.most):
-            half = self.staged.next_half()
-            free = self.staged._free[half]
-            if free:
-                self.runtime.wait(writer, free)
-            yield half, slice(first, last)
-
-    def _begin(self, half: int, number: int) -> int:
-        """Where piece `number` of a chunk's items lies in a half."""
-        before = sum(piece.nbytes for piece in self.pieces[:number])
-        return self.staged.address(half) + self.most * before
-
-    def _copy(self, half: int, chunk: slice) -> None:
-        """Between the half and the host's pages, pieces that continue each other as one."""
-        found = []
-        items = self.host_items[chunk]
-        for number, piece in enumerate(self.pieces):
-            staging = self._begin(half, number) + piece.nbytes * np.arange(len(items))
-            found.append(
-                merged(piece.addresses(items), staging.astype(np.uint64), piece.nbytes, self.plan.registrations)
-            )
-        host, staging, nbytes = (np.concatenate(arrays) for arrays in zip(*found, strict=True))
-        host = device_addresses(self.plan.registrations, host)
-        to, source = (host, staging) if self.direction == "backup" else (staging, host)
-        submit(self.runtime, self.copies, to, source, nbytes)
-        self.receipt += Receipt("staged", descriptors=len(nbytes))
-
-    def _gather(self, half: int, chunk: slice) -> None:
-        self._relayout(half, chunk)
-        if self.placed.fault is not None:
-            self._keep_the_host(half, chunk)
-
-    def _relayout(self, half: int, chunk: slice) -> None:
-        """Between the half and the device pool, every run of the chunk."""
-        count = chunk.stop - chunk.start
-        for part in parts(self.plan, self.layers, exact=self.direction == "backup"):
-            begins = np.array([self._begin(half, number) for number in part.pieces]) + part.offsets
-            staging = End(begins.astype(np.uint64), part.item_bytes), 0
-            copy = Copy(staging, (part.device, self.placed.device + 8 * chunk.start), part.loops, part.run, count)
-            kernels = launch(
-                self.runtime, copy.towards(self.direction), RELAYOUT, True, fault=self.placed.fault_address
-            )
-            runs = len(begins) * count * part.runs_per_item
-            self.receipt += Receipt("staged", runs * part.run, 0, kernels)
-
-    def _keep_the_host(self, half: int, chunk: slice) -> None:
-        """If the device refuses the list it checks, the copies that follow bring the host's own bytes back to it.
-
-        Copies cannot be called off by the device, and the host has not waited to hear its verdict.
-        """
-        table = table_of(self.runtime, self.plan.registrations)
-        for number, piece in enumerate(self.pieces):
-            staging = End(np.array([self._begin(half, number)], np.uint64), piece.nbytes)
-            ends = (mapped(self.plan, piece.end), self.placed.host + 8 * chunk.start), (staging, 0)
-            copy = Copy(*ends, (), piece.nbytes, chunk.stop - chunk.start, to_host=False)
-            launch(self.runtime, copy, RELAYOUT, True, self.placed.fault_address, True, table)
-
-
-def chunks(count: int, most: int) -> Iterator[tuple[int, int]]:
-    """Ranges of items, `most` at a time."""
-    for first in range(0, count, most):
-        yield first, min(first + most, count)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# What of an item lies together in host memory.
-
-
 @dataclass(frozen=True)
 class Part:
     """Runs of one shape whose layers begin in pieces of one size: `offsets` bytes after the begin of `pieces`."""
@@ -238,10 +244,6 @@ class Part:
     device: End
     loops: tuple[Loop, ...]
     run: int
-
-    @property
-    def runs_per_item(self) -> int:
-        return int(np.prod([loop.count for loop in self.loops], dtype=np.int64))
 
 
 def pieces(plan: Plan, layers: tuple[int | None, ...], exact: bool) -> list[Piece]:

@@ -7,7 +7,7 @@ there; here every rule is checked before the first byte moves.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,7 +49,7 @@ class Items:
     host: Pages
     device: Pages
     host_syncs: int = 0
-    placed: dict[str, Any] = field(default_factory=dict, repr=False)
+    placed: dict[Hashable, Any] = field(default_factory=dict, repr=False)
 
     def __len__(self) -> int:
         return len(self.host)

@@ -1,7 +1,7 @@
 // Executes a transfer plan: copies every run of every item of every layer, from either memory to the other.
 //
-// A unit of work is one piece of one run. Units are numbered so that neighbours lie next to each other in memory; each
-// group of `lanes` threads takes every n-th of them, and keeps four loads in flight before the first store.
+// A unit of work is one piece of one run. Units are numbered so that neighbours lie next to each other in memory. Each
+// group of `lanes` threads takes a few neighbours at a time, and keeps four loads in flight before the first store.
 
 #include "primitives.cuh"
 
@@ -35,7 +35,7 @@ struct CopyRuns {
   int lanes;             // threads that share a piece: a power of two, at most 32
   int if_fault;          // run only when the check's verdict was this
   int items_outermost;   // 1: item after item, for memory that keeps a page together; 0: layer after layer
-  int unused;
+  int together;          // neighbouring units that a group takes in turn
 };
 static_assert(sizeof(CopyRuns) == 2 * (8 * MAX_STARTS + 72) + 80 && sizeof(CopyRuns) < 4096, "mirrored in specs.py");
 
@@ -101,12 +101,15 @@ template <int BYTES> __global__ void __launch_bounds__(1024) copy_runs(const __g
   long long units = a.starts * a.items * a.counts[0] * a.counts[1] * a.counts[2] * pieces;
   long long thread = (long long)blockIdx.x * blockDim.x + threadIdx.x;
   long long groups = (long long)gridDim.x * blockDim.x / a.lanes;
-  for (long long unit = thread / a.lanes; unit < units; unit += groups) {
-    Place at = place_of(unit, pieces, a);
-    long long begin = at.piece * a.piece, left = a.run - begin;
-    long long bytes = left < a.piece ? left : a.piece;
-    T* to = (T*)(address_of(at, a.to) + begin);
-    const T* source = (const T*)(address_of(at, a.source) + begin);
-    copy_words(to, source, bytes / BYTES, (int)(thread % a.lanes), a.lanes);
+  for (long long first = thread / a.lanes * a.together; first < units; first += groups * a.together) {
+    long long end = first + a.together < units ? first + a.together : units;
+    for (long long unit = first; unit < end; unit++) {
+      Place at = place_of(unit, pieces, a);
+      long long begin = at.piece * a.piece, left = a.run - begin;
+      long long bytes = left < a.piece ? left : a.piece;
+      T* to = (T*)(address_of(at, a.to) + begin);
+      const T* source = (const T*)(address_of(at, a.source) + begin);
+      copy_words(to, source, bytes / BYTES, (int)(thread % a.lanes), a.lanes);
+    }
   }
 }
