@@ -40,6 +40,9 @@ from refimpl.runtime import Event, Stream
 
 HALVES = 2
 
+# Of a half, unless the caller says otherwise. Less is faster by a hair until the host cannot keep up with the chunks.
+HALF_BYTES = 64 << 20
+
 # Blocks of the relayout: it touches device memory only, and is soon done.
 BLOCKS = 128
 
@@ -48,10 +51,13 @@ Layers = tuple[int | None, ...]
 
 class Staged:
     def __init__(self, setup: Setup) -> None:
-        if setup.staging_pages < HALVES:
-            raise ValueError(f"staging_pages must be at least {HALVES}, one page a half; got {setup.staging_pages}")
+        pages, page_bytes = setup.staging_pages, setup.spec.page_bytes
+        if pages is None:
+            pages = HALVES * max(1, min(HALF_BYTES // max(page_bytes, 1), -(-setup.num_pages // HALVES)))
+        if pages < HALVES:
+            raise ValueError(f"staging_pages must be at least {HALVES}, one page a half; got {pages}")
         self._runtime = runtime(setup.platform)
-        self.half_bytes = setup.staging_pages // HALVES * setup.spec.page_bytes
+        self.half_bytes = pages // HALVES * page_bytes
         setup.book(HALVES * self.half_bytes)
         self._buffer: torch.Tensor | None = self._runtime.empty(HALVES * self.half_bytes)
         self._free: list[Event | None] = [None] * HALVES  # passed when a half may be written again

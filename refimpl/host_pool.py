@@ -32,7 +32,8 @@ class HostPool(HostBuffers):
     registration_limit  the most bytes of one registration, for pinned memory
     budget              booked before memory is taken; `MemoryError` if it does not suffice
     platform            where device pools lie, "cpu", "cuda" or "emulated"; None: wherever the backend can reach here
-    staging_pages       pages of device memory that a backend which stages may take; `device_budget` books them
+    staging_pages       pages of device memory that a backend which stages takes (None: some 128 MiB, or two pages);
+                        `device_budget` books them
     blocks              blocks of a copy kernel; None: what was measured to be best
     """
 
@@ -47,7 +48,7 @@ class HostPool(HostBuffers):
         registration_limit: int | None = None,
         budget: Budget | None = None,
         platform: str | None = None,
-        staging_pages: int = 64,
+        staging_pages: int | None = None,
         device_budget: Budget | None = None,
         blocks: int | None = None,
     ) -> None:
@@ -68,7 +69,7 @@ class HostPool(HostBuffers):
                 booked.append((budget, nbytes))
 
         book(budget, num_pages * spec.page_bytes)
-        setup = Setup(spec, layout, platform, staging_pages, blocks, partial(book, device_budget))
+        setup = Setup(spec, layout, num_pages, platform, staging_pages, blocks, partial(book, device_budget))
         self._mover = registry.make(backend, setup)
         self._finish = weakref.finalize(self, self._mover.close)
         self.backend, self.profile, self.platform = backend, profile, platform

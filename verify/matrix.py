@@ -29,7 +29,9 @@ from verify.toys import TOYS
 DIRECTIONS = ("backup", "load", "layers", "round trip")
 ENTRY_DIRECTIONS = ("backup entries", "load entries")
 
-# Axes beyond pool, layout and backend. 64 pages are the capacity of staging: 63 to 129 are its edges.
+STAGING_PAGES = 64
+
+# Axes beyond pool, layout and backend. 63 to 129 pages are the edges of the staging buffer.
 AXES: dict[str, tuple[Any, ...]] = {
     "direction": DIRECTIONS + ENTRY_DIRECTIONS,
     "pages": (1, 2, 63, 64, 65, 127, 128, 129),
@@ -146,7 +148,13 @@ class Trial:
         pinned = cell.platform == "cuda" and cell.backend != "torch"
         self.host_memory, self.expected_memory = GuardedMemory(shift, pinned), GuardedMemory(shift)
         self.host = HostPool(
-            spec, cell.layout, cell.pages + 2, cell.backend, memory=self.host_memory, platform=cell.platform
+            spec,
+            cell.layout,
+            cell.pages + 2,
+            cell.backend,
+            memory=self.host_memory,
+            platform=cell.platform,
+            staging_pages=STAGING_PAGES,
         )
         self.expected_host = HostPool(spec, cell.layout, cell.pages + 2, memory=self.expected_memory)
         self.device = GuardedDevice(spec, cell.pages + 3, gap, shift, MEMORY[cell.platform])

@@ -86,7 +86,8 @@ def test_refused_cells_are_listed_with_their_reason(content: dict[str, Any]) -> 
 
 class LastItemForgotten(TorchBackend):
     def execute(self, plan: Plan, layers: tuple[int | None, ...], items: Items, direction: str) -> Receipt:
-        short = Items(items.host[:-1], items.device[:-1])
+        host, device = items.checked()
+        short = Items(host[:-1], device[:-1])
         whole = super().execute(plan, layers, items, direction) if not len(short) else Receipt("torch")
         return whole + super().execute(plan, layers, short, direction)
 

@@ -10,7 +10,7 @@ import itertools
 import re
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -32,7 +32,7 @@ from refimpl import (
     presets,
     support,
 )
-from refimpl.backends.protocol import Backend
+from refimpl.backends.protocol import Backend, OnTheHost
 from refimpl.device_pool import Rows
 from refimpl.indices import Items
 from refimpl.plan import Plan
@@ -589,12 +589,11 @@ def test_loading_a_layer_that_is_not_owned_moves_nothing(layer: int, backend: st
     assert image(host, device) == before
 
 
-@dataclass
-class Recording(Backend):
+class Recording(OnTheHost):
     """A real backend whose calls are written down."""
 
-    backend: Backend
-    calls: list[tuple[int | None, ...]]
+    def __init__(self, backend: Backend, calls: list[tuple[int | None, ...]]) -> None:
+        self.backend, self.calls = backend, calls
 
     def execute(self, plan: Plan, layers: tuple[int | None, ...], items: Items, direction: str) -> Receipt:
         self.calls.append(layers)

@@ -18,15 +18,16 @@ from refimpl.receipt import Receipt
 class Setup:
     """The pool that a backend is made for.
 
-    staging_pages  pages that a staging buffer in device memory may hold
+    staging_pages  pages that a staging buffer in device memory holds; None: what was measured to be enough
     blocks         blocks of a copy kernel; None: what was measured to be best
     book           to be asked before device memory is taken; raises if there is none to spare
     """
 
     spec: PoolSpec
     layout: str
+    num_pages: int
     platform: str = "cpu"
-    staging_pages: int = 0
+    staging_pages: int | None = None
     blocks: int | None = None
     book: Callable[[int], None] = lambda nbytes: None
 

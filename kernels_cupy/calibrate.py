@@ -1,0 +1,128 @@
+"""Measure this device for backend `auto`: how fast each backend moves pieces of each size, in either direction.
+
+`python -m kernels_cupy.calibrate` takes a few seconds and leaves a table in the user's cache folder, which `auto` finds
+by device, driver and kernels. Wall clock, several transfers in a row: what a caller would see, submission included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from kernels_cupy.auto import table_path
+from kernels_cupy.specs import HASH
+from refimpl.device_pool import DevicePool
+from refimpl.geometry import Component, PoolSpec
+from refimpl.host_pool import HostPool
+from refimpl.indices import slots_of
+from refimpl.pinned import Block, CudaRegistrar, HostMemory
+from refimpl.support import DIRECTIONS, MEMORY
+
+KIB, MIB = 1 << 10, 1 << 20
+MOST_DESCRIPTORS = 1 << 14
+IN_A_ROW = 4  # transfers to a sample
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Pools whose pieces are of a chosen size: `rows` layers of a page lie together in the layout."""
+
+    layout: str
+    rows: int
+    sizes: tuple[int, ...]
+
+    def spec(self, piece: int) -> PoolSpec:
+        row = Component("row", torch.uint8, dim=piece // self.rows)
+        return PoolSpec("probe", self.rows, 1, (row,))
+
+
+# For `kernel` and `direct` a piece is a run, for `staged` what a page has in one place.
+PROBES = {
+    "kernel": Probe("layer_first", 1, (128, 256, 512, 1 * KIB, 2 * KIB, 8 * KIB, 64 * KIB, 512 * KIB)),
+    "direct": Probe("layer_first", 1, tuple(k * KIB for k in (1, 4, 8, 16, 24, 32, 48, 64, 96, 128, 512, 4096))),
+    "staged": Probe("page_first", 4, tuple(k * KIB for k in (1, 4, 8, 16, 24, 32, 48, 64, 96, 128, 512, 4096))),
+}
+
+
+class Reused(HostMemory):
+    """One registered stretch for all probes, one after the other."""
+
+    def __init__(self, nbytes: int, registrar: CudaRegistrar | None) -> None:
+        super().__init__()
+        self._block: Block = HostMemory(registrar).allocate(nbytes, nbytes)
+
+    def map(self, nbytes: int) -> torch.Tensor:
+        return self._block.tensor[:nbytes]
+
+    def close(self) -> None:
+        self._block.close()
+
+
+def measure(platform: str = "cuda", payload: int = 64 * MIB, samples: int = 5) -> dict[str, Any]:
+    """The table: {"backends": {backend: {direction: {"latency_s": …, "gb_per_s": [[bytes of a piece, GB/s], …]}}}}."""
+    memory = Reused(
+        payload + max(max(p.sizes) for p in PROBES.values()), CudaRegistrar() if platform == "cuda" else None
+    )
+    backends: dict[str, Any] = {}
+    try:
+        for name, probe in PROBES.items():
+            rates = {d: {"latency_s": 0.0, "gb_per_s": []} for d in DIRECTIONS}
+            for piece in probe.sizes:
+                for direction, latency, speed in _speeds(name, probe, piece, platform, payload, samples, memory):
+                    rates[direction]["latency_s"] = latency
+                    rates[direction]["gb_per_s"].append([piece, round(speed, 3)])
+            backends[name] = rates
+    finally:
+        memory.close()
+    device = torch.cuda.get_device_name() if platform == "cuda" else platform
+    return {"device": device, "kernels": HASH, "backends": backends}
+
+
+def _speeds(
+    name: str, probe: Probe, piece: int, platform: str, payload: int, samples: int, memory: HostMemory
+) -> Iterator[tuple[str, float, float]]:
+    """Direction, seconds of a transfer of one page, GB/s of many."""
+    spec = probe.spec(piece)
+    pages = min(max(payload // piece, 1), MOST_DESCRIPTORS)
+    random = np.random.default_rng(piece)
+    at = [slots_of(random.permutation(pages), 1) for _ in range(2)]
+    with HostPool(spec, probe.layout, pages, name, memory=memory, platform=platform) as host:
+        device = DevicePool(spec, pages, MEMORY[platform])
+        for direction in DIRECTIONS:
+            transfers = [host.prepare(device, *at, direction) for _ in range(IN_A_ROW)]
+            alone = host.prepare(device, at[0][:1], at[1][:1], direction)
+            latency = _seconds(lambda alone=alone: alone.run().wait(), samples)
+            several = _seconds(lambda transfers=transfers: [t.run() for t in transfers][-1].wait(), samples)
+            yield direction, latency, pages * piece * IN_A_ROW / several / 1e9
+
+
+def _seconds(run: Callable[[], object], samples: int) -> float:
+    """Median of some, after one to warm up."""
+    run()
+    taken = []
+    for _ in range(samples):
+        begin = time.perf_counter()
+        run()
+        taken.append(time.perf_counter() - begin)
+    return statistics.median(taken)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m kernels_cupy.calibrate", description=__doc__)
+    parser.add_argument("--out", type=Path, metavar="FILE.json", help="write there, and not into the cache folder")
+    path = parser.parse_args().out or table_path()
+    path.write_text(json.dumps(measure(), indent=1) + "\n", encoding="utf-8")
+    print(path)
+
+
+if __name__ == "__main__":
+    main()
