@@ -88,8 +88,8 @@ python-at-hand:
 .venv/ready: pyproject.toml constraints.txt | .venv/bin/python
 	@extras=notebooks,dev; \
 	if smi=$$(nvidia-smi 2>/dev/null); then \
-	  case "$$smi" in *CUDA*"Version: 12."*) extras=$$extras,gpu12 ;; *) extras=$$extras,gpu ;; esac; \
-	fi; \
+	  case "$$smi" in *CUDA*"Version: 12."*) extras=$$extras,gpu12,nvrtc12 ;; *) extras=$$extras,gpu,nvrtc ;; esac; \
+	else extras=$$extras,nvrtc; fi; \
 	echo "installing [$$extras] into .venv, minutes the first time"; \
 	.venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[$$extras]"
 	@touch $@

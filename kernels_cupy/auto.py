@@ -7,7 +7,7 @@ direction. `calibrate.py` measures them; without a table of this device and driv
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -85,7 +85,7 @@ class Auto:
     def execute(self, plan: Plan, layers: tuple[int | None, ...], items: Items, direction: str) -> Receipt:
         chosen = self.candidates(plan, layers, items, direction)[0].backend
         receipt = self._backends[chosen].execute(plan, layers, items, direction)
-        return Receipt(f"auto: {receipt.path}") + receipt
+        return replace(receipt, path=f"auto: {receipt.path}")
 
     def close(self) -> None:
         for backend in self._backends.values():

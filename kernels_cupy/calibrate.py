@@ -28,28 +28,33 @@ from refimpl.pinned import Block, CudaRegistrar, HostMemory
 from refimpl.support import DIRECTIONS, MEMORY
 
 KIB, MIB = 1 << 10, 1 << 20
-MOST_DESCRIPTORS = 1 << 14
-IN_A_ROW = 4  # transfers to a sample
+IN_A_ROW = 2  # transfers to a sample
 
 
 @dataclass(frozen=True)
 class Probe:
-    """Pools whose pieces are of a chosen size: `rows` layers of a page lie together in the layout."""
+    """Pools whose pieces are of a chosen size: `rows` layers of a page lie together in the layout.
+
+    most  pages at most: enough to see the rate, and soon done where that is low
+    """
 
     layout: str
     rows: int
     sizes: tuple[int, ...]
+    most: int
 
     def spec(self, piece: int) -> PoolSpec:
         row = Component("row", torch.uint8, dim=piece // self.rows)
         return PoolSpec("probe", self.rows, 1, (row,))
 
 
+SIZES = tuple(k * KIB for k in (1, 4, 8, 16, 24, 32, 48, 64, 96, 128, 512, 4096))
+
 # For `kernel` and `direct` a piece is a run, for `staged` what a page has in one place.
 PROBES = {
-    "kernel": Probe("layer_first", 1, (128, 256, 512, 1 * KIB, 2 * KIB, 8 * KIB, 64 * KIB, 512 * KIB)),
-    "direct": Probe("layer_first", 1, tuple(k * KIB for k in (1, 4, 8, 16, 24, 32, 48, 64, 96, 128, 512, 4096))),
-    "staged": Probe("page_first", 4, tuple(k * KIB for k in (1, 4, 8, 16, 24, 32, 48, 64, 96, 128, 512, 4096))),
+    "kernel": Probe("layer_first", 1, (128, 256, 512, KIB, 2 * KIB, 8 * KIB, 64 * KIB, 512 * KIB), 1 << 17),
+    "direct": Probe("layer_first", 1, SIZES, 1 << 14),
+    "staged": Probe("page_first", 4, SIZES, 1 << 14),
 }
 
 
@@ -67,7 +72,7 @@ class Reused(HostMemory):
         self._block.close()
 
 
-def measure(platform: str = "cuda", payload: int = 64 * MIB, samples: int = 5) -> dict[str, Any]:
+def measure(platform: str = "cuda", payload: int = 256 * MIB, samples: int = 3) -> dict[str, Any]:
     """The table: {"backends": {backend: {direction: {"latency_s": …, "gb_per_s": [[bytes of a piece, GB/s], …]}}}}."""
     memory = Reused(
         payload + max(max(p.sizes) for p in PROBES.values()), CudaRegistrar() if platform == "cuda" else None
@@ -75,7 +80,7 @@ def measure(platform: str = "cuda", payload: int = 64 * MIB, samples: int = 5) -
     backends: dict[str, Any] = {}
     try:
         for name, probe in PROBES.items():
-            rates = {d: {"latency_s": 0.0, "gb_per_s": []} for d in DIRECTIONS}
+            rates: dict[str, Any] = {d: {"latency_s": 0.0, "gb_per_s": []} for d in DIRECTIONS}
             for piece in probe.sizes:
                 for direction, latency, speed in _speeds(name, probe, piece, platform, payload, samples, memory):
                     rates[direction]["latency_s"] = latency
@@ -92,17 +97,17 @@ def _speeds(
 ) -> Iterator[tuple[str, float, float]]:
     """Direction, seconds of a transfer of one page, GB/s of many."""
     spec = probe.spec(piece)
-    pages = min(max(payload // piece, 1), MOST_DESCRIPTORS)
+    pages = min(max(payload // piece, 1), probe.most)
     random = np.random.default_rng(piece)
-    at = [slots_of(random.permutation(pages), 1) for _ in range(2)]
+    there, here = (slots_of(random.permutation(pages), 1) for _ in range(2))
     with HostPool(spec, probe.layout, pages, name, memory=memory, platform=platform) as host:
         device = DevicePool(spec, pages, MEMORY[platform])
         for direction in DIRECTIONS:
-            transfers = [host.prepare(device, *at, direction) for _ in range(IN_A_ROW)]
-            alone = host.prepare(device, at[0][:1], at[1][:1], direction)
+            transfers = [host.prepare(device, there, here, direction) for _ in range(IN_A_ROW)]
+            alone = host.prepare(device, there[:1], here[:1], direction)
             latency = _seconds(lambda alone=alone: alone.run().wait(), samples)
             several = _seconds(lambda transfers=transfers: [t.run() for t in transfers][-1].wait(), samples)
-            yield direction, latency, pages * piece * IN_A_ROW / several / 1e9
+            yield direction, latency, pages * piece * IN_A_ROW / (several - latency) / 1e9
 
 
 def _seconds(run: Callable[[], object], samples: int) -> float:

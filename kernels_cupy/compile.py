@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,8 +57,7 @@ def compile_for(kernel: Kernel, architecture: str) -> Compiled:
 def _nvrtc() -> Any:
     """The bindings, with a library behind them: without one even asking its version fails."""
     try:
-        from cuda.bindings import nvrtc
-
+        nvrtc: Any = importlib.import_module("cuda.bindings.nvrtc")
         nvrtc.nvrtcVersion()
     except (ImportError, RuntimeError) as missing:
         raise ImportError(f"NVRTC cannot be used ({missing}): {PACKAGES}") from missing
@@ -73,6 +73,6 @@ def _call(function: Any, *arguments: Any) -> Any:
 
 
 def _read(nvrtc: Any, program: Any, what: str) -> bytes:
-    room = bytes(_call(getattr(nvrtc, f"nvrtcGet{what}Size"), program))
+    room = bytearray(_call(getattr(nvrtc, f"nvrtcGet{what}Size"), program))
     _call(getattr(nvrtc, f"nvrtcGet{what}"), program, room)  # the bindings write into it
-    return room
+    return bytes(room)

@@ -9,13 +9,13 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from kernels_cupy.jobs import device_addresses, jobs, registration_of
+from kernels_cupy.jobs import Pending, device_addresses, jobs, registration_of
 from kernels_cupy.runtimes import runtime
 from refimpl.backends.protocol import Setup
 from refimpl.indices import Items
 from refimpl.plan import Plan, Registration
 from refimpl.receipt import Receipt
-from refimpl.runtime import Completion, Event, Runtime, Stream
+from refimpl.runtime import Completion, Runtime, Stream
 
 # Descriptors of one call. Some drivers have hung on tens of thousands (vLLM issues 49276, 43018).
 BATCH = 4096
@@ -26,7 +26,7 @@ Descriptors = tuple[np.ndarray, np.ndarray, np.ndarray]  # host and device addre
 class CopyEngine:
     def __init__(self, setup: Setup) -> None:
         self._runtime = runtime(setup.platform)
-        self._last: Event | None = None
+        self._pending = Pending()
 
     def stays(self, side: str, indices: torch.Tensor) -> bool:
         return False  # descriptors are made on the host
@@ -38,16 +38,18 @@ class CopyEngine:
         if with_batches is not caller:
             self._runtime.wait(with_batches, self._runtime.record(caller))
         to, source = (host, device) if direction == "backup" else (device, host)
-        call = submit(self._runtime, with_batches, to, source, nbytes)
-        self._last = self._runtime.record(with_batches)
-        if with_batches is not caller:
-            self._runtime.wait(caller, self._last)
+        try:
+            call = submit(self._runtime, with_batches, to, source, nbytes)
+        finally:  # some batches may be on their way even if another one failed
+            done = self._runtime.record(with_batches)
+            self._pending.add(with_batches, done)
+            if with_batches is not caller:
+                self._runtime.wait(caller, done)
         path = "direct" if call == "batch" else f"direct ({call})"
-        return Receipt(path, int(nbytes.sum()), len(nbytes), event=Completion(self._last))
+        return Receipt(path, int(nbytes.sum()), len(nbytes), event=Completion(done))
 
     def close(self) -> None:
-        if self._last:
-            self._last.synchronize()
+        self._pending.wait()
 
 
 def submit(runtime: Runtime, stream: Stream, to: np.ndarray, source: np.ndarray, nbytes: np.ndarray) -> str:
@@ -63,10 +65,13 @@ def descriptors(plan: Plan, layers: tuple[int | None, ...], items: Items) -> Des
     """Every run of the layers, merged where possible, addresses as the device sees them."""
     host_items, device_items = items.checked()
     order = np.argsort(host_items, kind="stable")
-    found = [
-        merged(host.astype(np.uint64), device.astype(np.uint64), run, plan.registrations)[:3]
-        for host, device, run in plan.runs(host_items[order], device_items[order], layers)
-    ]
+    found = []
+    for job in jobs(plan, layers):
+        host = job.host.addresses(host_items[order], job.offsets[0])
+        device = job.device.addresses(device_items[order], job.offsets[1])
+        if job.keeps_page_together:  # page after page: the bus likes addresses that are near each other
+            host, device = host.swapaxes(0, 1), device.swapaxes(0, 1)
+        found.append(merged(host.reshape(-1), device.reshape(-1), job.run, plan.registrations)[:3])
     host, device, nbytes = (np.concatenate(arrays) for arrays in zip(*found, strict=True))
     return device_addresses(plan.registrations, host), device, nbytes
 

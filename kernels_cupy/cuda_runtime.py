@@ -6,6 +6,8 @@ was taken on; since every transfer ends on the caller's stream, whatever a trans
 
 from __future__ import annotations
 
+import threading
+from collections import deque
 from functools import cache
 from typing import Any
 
@@ -15,6 +17,9 @@ import torch
 from kernels_cupy.copies import Copies
 from kernels_cupy.specs import KERNELS, OPTIONS, kernel_of, source
 from refimpl.runtime import Event, Stream
+
+PINNED_BYTES = 8 << 20
+ALIGNMENT = 256
 
 LEGACY_DEFAULT = (0, 1)  # handles of the stream that synchronises with all others
 
@@ -30,6 +35,9 @@ class CudaRuntime:
         self._cupy: Any = cupy
         self._copies = Copies()
         self._private: dict[tuple[str, int], torch.cuda.Stream] = {}
+        self._cupy_streams: dict[tuple[int, int], Any] = {}
+        self._pinned = PinnedRing(PINNED_BYTES)
+        self._one_at_a_time = threading.Lock()
 
     # ---- streams
 
@@ -61,9 +69,13 @@ class CudaRuntime:
 
     def upload(self, array: np.ndarray) -> torch.Tensor:
         """Through pinned memory: a copy from pageable memory may wait for the stream."""
-        pinned = torch.empty(array.nbytes, dtype=torch.uint8, pin_memory=True)
-        pinned.numpy()[:] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-        return pinned.to("cuda", non_blocking=True)
+        target = torch.empty(array.nbytes, dtype=torch.uint8, device="cuda")
+        with self._one_at_a_time:
+            source = self._pinned.take(array.nbytes)
+            source.numpy()[:] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+            target.copy_(source, non_blocking=True)
+            self._pinned.in_use_until(self.record(self.current()))
+        return target
 
     def holds(self, tensor: torch.Tensor) -> bool:
         return tensor.is_cuda
@@ -76,12 +88,49 @@ class CudaRuntime:
     def copy(self, stream: Stream, to: np.ndarray, source: np.ndarray, nbytes: np.ndarray) -> str:
         return self._copies.submit(stream.cuda_stream, to, source, nbytes)
 
-    def launch(self, stream: Stream, kernel: str, blocks: int, arguments: np.ndarray) -> None:
+    def launch(self, kernel: str, blocks: int, arguments: np.ndarray) -> None:
         expected = kernel_of(kernel).arguments
         if arguments.dtype != expected:
             raise TypeError(f"{kernel} takes {expected}, got {arguments.dtype}")
-        with self._cupy.cuda.Stream.from_external(stream):
+        with self._cupy_stream(self.current()):
             _function(kernel)((blocks,), (self.threads,), (arguments,))
+
+    def _cupy_stream(self, stream: torch.cuda.Stream) -> Any:
+        """CuPy's view of a stream of torch's; it keeps the stream alive."""
+        key = stream.device_index, stream.cuda_stream
+        if key not in self._cupy_streams:
+            self._cupy_streams[key] = self._cupy.cuda.Stream.from_external(stream)
+        return self._cupy_streams[key]
+
+
+class PinnedRing:
+    """A little pinned memory, handed out piece after piece, for lists on their way to the device.
+
+    A piece is free again once the event after its copy has passed. When the next one is not, memory comes from torch:
+    it takes longer, and nobody waits.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self._memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        self._in_use: deque[tuple[int, int, Event]] = deque()
+        self._head = 0
+        self._taken: tuple[int, int] | None = None
+
+    def take(self, nbytes: int) -> torch.Tensor:
+        """`nbytes` of pinned memory. Say next how long they are in use."""
+        begin = self._head if self._head + nbytes <= len(self._memory) else 0
+        while self._in_use and self._in_use[0][2].query():
+            self._in_use.popleft()
+        end = begin + -(-nbytes // ALIGNMENT) * ALIGNMENT
+        if nbytes > len(self._memory) or any(begin < last and first < end for first, last, _ in self._in_use):
+            self._taken = None
+            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        self._head, self._taken = end, (begin, end)
+        return self._memory[begin : begin + nbytes]
+
+    def in_use_until(self, event: Event) -> None:
+        if self._taken:
+            self._in_use.append((*self._taken, event))
 
 
 @cache

@@ -9,10 +9,10 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from kernels_cupy.specs import CHECK_INDICES, COPY_RUNS, MAX_LOOPS, MAX_STARTS, WORDS
+from kernels_cupy.specs import CHECK_INDICES, COPY_RUNS, MAX_LOOPS, MAX_STARTS, SIDE, WORDS
 from refimpl.indices import Items, Pages, Unchecked
 from refimpl.plan import Loop, Move, Plan, Registration
-from refimpl.runtime import Completion, Runtime
+from refimpl.runtime import Completion, Event, Runtime, Stream
 
 THREADS_TO_CHECK = 8192  # indices of a list that one block checks
 
@@ -26,6 +26,12 @@ class End:
     entries: int = 1
     entry_bytes: int = 0
 
+    def addresses(self, items: np.ndarray, offsets: np.ndarray) -> np.ndarray:
+        """Of every run, `[layer, item, run in the item]`; `offsets` are those of runs from an item's start."""
+        pages, entries = np.divmod(items, self.entries)
+        places = (pages * self.page + entries * self.entry_bytes).astype(np.uint64)
+        return self.starts[:, None, None] + places[:, None] + offsets
+
 
 @dataclass(frozen=True)
 class Job:
@@ -37,8 +43,18 @@ class Job:
     run: int
 
     @cached_property
+    def offsets(self) -> tuple[np.ndarray, np.ndarray]:
+        """Bytes from an item's start to each of its runs, host and device."""
+        host = device = np.zeros(1, np.uint64)
+        for loop in self.loops:
+            steps = np.arange(loop.count, dtype=np.uint64)
+            host = (host[:, None] + steps * np.uint64(loop.host)).reshape(-1)
+            device = (device[:, None] + steps * np.uint64(loop.device)).reshape(-1)
+        return host, device
+
+    @cached_property
     def runs_per_item(self) -> int:
-        return len(self.host.starts) * int(np.prod([loop.count for loop in self.loops], dtype=np.int64))
+        return len(self.host.starts) * len(self.offsets[0])
 
     @property
     def keeps_page_together(self) -> bool:
@@ -179,7 +195,6 @@ def _check_there(runtime: Runtime, pages: Unchecked, placed: Placed) -> int:
     assert placed.fault is not None
     numbers = runtime.empty(8 * len(pages))
     placed.kept.append(numbers)
-    runtime.keep(pages.indices)
     arguments = np.zeros((), CHECK_INDICES)
     if pages.unique:
         placed.kept.append(runtime.upload(np.zeros(-(-pages.num_pages // 32), np.uint32)))
@@ -189,7 +204,8 @@ def _check_there(runtime: Runtime, pages: Unchecked, placed: Placed) -> int:
     arguments["page_size"], arguments["num_pages"] = pages.page_size, pages.num_pages
     arguments["index_bytes"] = pages.indices.dtype.itemsize
     blocks = -(-pages.indices.numel() // THREADS_TO_CHECK)
-    runtime.launch(runtime.current(), "check_indices", min(blocks, 32), arguments)
+    runtime.launch("check_indices", min(blocks, 32), arguments)
+    runtime.keep(pages.indices)
     return numbers.data_ptr()
 
 
@@ -213,6 +229,15 @@ class Shape:
     together: int = 1
 
 
+def _word(struct: np.dtype, field: str) -> int:
+    """Position of a field of eight bytes, in words."""
+    return struct.fields[field][1] // 8  # pyright: ignore[reportOptionalSubscript, reportArgumentType]
+
+
+TO_ITEMS, SOURCE_ITEMS = (_word(COPY_RUNS, side) + _word(SIDE, "items") for side in ("to", "source"))
+ITEMS, FAULT = _word(COPY_RUNS, "items"), _word(COPY_RUNS, "fault")
+
+
 @dataclass(frozen=True)
 class Launch:
     """A kernel with its arguments, but for the lists of items. Lists of other transfers make it another transfer."""
@@ -230,12 +255,14 @@ class Launch:
         host_items, device_items  addresses of lists in device memory; 0: the first `count` items
         fault                     address of what the check of index lists found; the copy runs if that is `if_fault`
         """
-        arguments = self.arguments.copy()
+        # As plain words: NumPy takes a hundred times as long to copy and to fill a nested struct.
+        words = self.arguments.reshape(1).view(np.uint64).copy()
         to, source = (host_items, device_items) if self.host_side == "to" else (device_items, host_items)
-        arguments["to"]["items"], arguments["source"]["items"], arguments["items"] = to, source, count
-        if fault:
-            arguments["fault"], arguments["if_fault"] = fault, if_fault
-        runtime.launch(runtime.current(), self.kernel, self.blocks, arguments)
+        words[TO_ITEMS], words[SOURCE_ITEMS], words[ITEMS], words[FAULT] = to, source, count, fault
+        arguments = words.view(COPY_RUNS).reshape(())
+        if if_fault:
+            arguments["if_fault"] = 1
+        runtime.launch(self.kernel, self.blocks, arguments)
 
 
 def launches(
@@ -291,6 +318,21 @@ def widest_word(host: End, device: End, loops: tuple[Loop, ...], run: int) -> in
     for loop in loops:
         fits |= loop.host | loop.device
     return next(word for word in WORDS if fits % word == 0)
+
+
+class Pending:
+    """The last event of every stream that was given work: what a pool must wait for before it lets go of its memory."""
+
+    def __init__(self) -> None:
+        self._events: dict[Stream, Event] = {}
+
+    def add(self, stream: Stream, event: Event) -> None:
+        self._events = {s: e for s, e in self._events.items() if not e.query()} | {stream: event}
+
+    def wait(self) -> None:
+        for event in self._events.values():
+            event.synchronize()
+        self._events = {}
 
 
 def completion(runtime: Runtime, placed: Placed) -> Completion:

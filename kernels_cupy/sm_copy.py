@@ -10,6 +10,7 @@ import torch
 
 from kernels_cupy.jobs import (
     Launch,
+    Pending,
     Shape,
     completion,
     jobs,
@@ -25,7 +26,6 @@ from refimpl.backends.protocol import Setup
 from refimpl.indices import Items
 from refimpl.plan import Plan
 from refimpl.receipt import Receipt
-from refimpl.runtime import Event
 
 IN_FLIGHT = 4  # loads of a thread, as in copy_runs.cu
 WIDEST = 16  # bytes of a word
@@ -33,8 +33,9 @@ WIDEST = 16  # bytes of a word
 # Runs of so many bytes and more -> blocks that fill the bus.
 BLOCKS = ((2048, 4), (512, 8), (0, 16))
 
-# What a warp copies before it goes elsewhere, and the least that a group of its threads reads at once: a cache line.
-STRETCH = 8192
+# What a warp copies before it goes elsewhere: host memory likes to be written in long stretches. And the least that a
+# group of its threads reads at once, a cache line.
+STRETCH = {"backup": 8192, "load": 2048}
 LINE = 128
 
 
@@ -42,7 +43,7 @@ class SmCopy:
     def __init__(self, setup: Setup) -> None:
         self._runtime = runtime(setup.platform)
         self._blocks = setup.blocks
-        self._last: Event | None = None
+        self._pending = Pending()
 
     def stays(self, side: str, indices: torch.Tensor) -> bool:
         return self._runtime.holds(indices)
@@ -50,16 +51,17 @@ class SmCopy:
     def execute(self, plan: Plan, layers: tuple[int | None, ...], items: Items, direction: str) -> Receipt:
         placed = place(self._runtime, items)
         prepared = self._prepared(plan, layers, direction)
-        for launch in prepared:
-            launch.submit(self._runtime, placed.host, placed.device, len(items), placed.fault_address)
-        done = completion(self._runtime, placed)
-        self._last = done.event
+        try:
+            for launch in prepared:
+                launch.submit(self._runtime, placed.host, placed.device, len(items), placed.fault_address)
+        finally:  # some may be on their way even if another one failed
+            done = completion(self._runtime, placed)
+            self._pending.add(self._runtime.current(), done.event)
         runs, nbytes = runs_and_bytes(plan, layers, len(items))
         return Receipt("kernel", nbytes, runs, len(prepared), placed.uploads, event=done)
 
     def close(self) -> None:
-        if self._last:
-            self._last.synchronize()
+        self._pending.wait()
 
     def _prepared(self, plan: Plan, layers: tuple[int | None, ...], direction: str) -> list[Launch]:
         """Worked out once; a table of registrations is brought to the device in order of a stream, and so again."""
@@ -77,7 +79,7 @@ class SmCopy:
                         job.loops,
                         job.run,
                         direction,
-                        shape_for(job.run, self._blocks),
+                        shape_for(job.run, direction, self._blocks),
                         job.keeps_page_together,
                         table,
                     )
@@ -86,11 +88,11 @@ class SmCopy:
         return plan.derived[key][1]
 
 
-def shape_for(run: int, blocks: int | None = None) -> Shape:
+def shape_for(run: int, direction: str, blocks: int | None = None) -> Shape:
     """Blocks by run length; as few threads to a run as can have all of it in flight."""
     lanes = 32
     while lanes * WIDEST > LINE and lanes // 2 * WIDEST * IN_FLIGHT >= run:
         lanes //= 2
     blocks = blocks or next(blocks for shortest, blocks in BLOCKS if run >= shortest)
-    stretch = STRETCH * lanes // 32
+    stretch = STRETCH[direction] * lanes // 32
     return Shape(blocks, lanes, stretch, max(stretch // run, 1))

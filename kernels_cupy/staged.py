@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -85,7 +86,7 @@ class Staged:
         lists = place(self._runtime, items, ("host", "device") if items.unchecked else ("device",))
         chunks = self._chunks(plan, layers, items, "backup")
         kernels = 0
-        try:
+        with self._joined(caller, copies):
             for chunk in chunks:
                 self._wait_for(caller, chunk.half)
                 for launch in self._relayout(plan, layers, "backup", chunk.half):
@@ -97,8 +98,6 @@ class Staged:
                 self._runtime.wait(copies, self._runtime.record(caller))
                 submit(self._runtime, copies, chunk.host, chunk.staging, chunk.nbytes)
                 self._free[chunk.half] = self._runtime.record(copies)
-        finally:
-            self._runtime.wait(caller, self._runtime.record(copies))
         return self._receipt(plan, layers, len(items), chunks, kernels, lists.uploads, completion(self._runtime, lists))
 
     def _load(self, plan: Plan, layers: Layers, items: Items) -> Receipt:
@@ -108,7 +107,7 @@ class Staged:
         chunks = self._chunks(plan, layers, items, "load")
         kernels = 0
         self._runtime.wait(copies, self._runtime.record(caller))
-        try:
+        with self._joined(caller, copies):
             for chunk in chunks:
                 self._wait_for(copies, chunk.half)
                 submit(self._runtime, copies, chunk.staging, chunk.host, chunk.nbytes)
@@ -117,9 +116,18 @@ class Staged:
                     launch.submit(self._runtime, 0, lists.device + 8 * chunk.first, chunk.count, lists.fault_address)
                     kernels += 1
                 self._free[chunk.half] = self._runtime.record(caller)
-        finally:
-            self._runtime.wait(caller, self._runtime.record(copies))
         return self._receipt(plan, layers, len(items), chunks, kernels, lists.uploads, completion(self._runtime, lists))
+
+    @contextmanager
+    def _joined(self, caller: Stream, copies: Stream) -> Iterator[None]:
+        """The caller's stream goes on when ours is done, and after a failure nothing touches the halves before that."""
+        try:
+            yield
+        except BaseException:
+            self._runtime.wait(caller, self._runtime.record(copies))
+            self._free = [self._runtime.record(caller)] * HALVES
+            raise
+        self._runtime.wait(caller, self._runtime.record(copies))
 
     def _wait_for(self, stream: Stream, half: int) -> None:
         """Until a half may be written again, whoever used it last."""
@@ -174,7 +182,7 @@ class Staged:
                 starts = begins[list(part.pieces)] + half * self.half_bytes + part.offsets
                 staging = End(starts.astype(np.uint64), part.item_bytes)
                 launches_of_half += launches(
-                    staging, part.device, part.loops, part.run, direction, shape_for(part.run, BLOCKS)
+                    staging, part.device, part.loops, part.run, direction, shape_for(part.run, direction, BLOCKS)
                 )
             plan.derived[key] = launches_of_half
         return plan.derived[key]
@@ -188,8 +196,6 @@ class Staged:
         found = pieces(plan, layers, exact=True)
         table = table_of(self._runtime, plan.registrations)
         begins = self._begins(found, self.half_bytes // sum(piece.nbytes for piece in found)) + half * self.half_bytes
-        if table is not None:
-            self._runtime.keep(table)
         return [
             launch
             for begin, piece in zip(begins, found, strict=True)
@@ -199,7 +205,7 @@ class Staged:
                 (),
                 piece.nbytes,
                 "load",
-                shape_for(piece.nbytes, BLOCKS),
+                shape_for(piece.nbytes, "load", BLOCKS),
                 registrations=table,
             )
         ]
@@ -263,21 +269,13 @@ def pieces(plan: Plan, layers: tuple[int | None, ...], exact: bool) -> list[Piec
 def _pieces(plan: Plan, layers: tuple[int | None, ...], exact: bool) -> Iterator[Piece]:
     strides: dict[tuple[int, int, int], list[np.ndarray]] = {}
     for job in jobs(plan, layers):
-        begins = (job.host.starts.astype(np.int64)[:, None] + host_offsets(job.loops)).reshape(-1)
+        begins = (job.host.starts[:, None] + job.offsets[0]).reshape(-1).astype(np.int64)
         steps = job.host.page, job.host.entries, job.host.entry_bytes
         strides.setdefault(steps, []).append(np.stack([begins, begins + job.run], axis=1))
     for (page, entries, entry_bytes), spans in strides.items():
         longest = entry_bytes if entries > 1 else page
         for begin, end in joined(np.concatenate(spans), longest, exact, plan):
             yield Piece(begin, end - begin, page, entries, entry_bytes)
-
-
-def host_offsets(loops: tuple[Loop, ...]) -> np.ndarray:
-    """Bytes from an item's start to each of its runs, in host memory."""
-    offsets = np.zeros(1, np.int64)
-    for loop in loops:
-        offsets = (offsets[:, None] + np.arange(loop.count) * loop.host).reshape(-1)
-    return offsets
 
 
 def joined(spans: np.ndarray, longest: int, exact: bool, plan: Plan) -> Iterator[tuple[int, int]]:
@@ -312,7 +310,7 @@ def _parts(job: Job, found: list[Piece]) -> Iterator[Part]:
     begins = np.array([p.begin if (p.page, p.entries, p.entry_bytes) == steps else -1 for p in found])
     ends = begins + np.array([p.nbytes for p in found])
     low = job.host.starts.astype(np.int64)[:, None]
-    high = low + host_offsets(job.loops).max() + job.run
+    high = low + int(job.offsets[0].max()) + job.run
     inside = (begins >= 0) & (begins <= low) & (high <= ends)
     if not inside.any(axis=1).all():
         raise RuntimeError("a run of the plan lies in no piece of host memory")

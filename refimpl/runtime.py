@@ -82,8 +82,8 @@ class Runtime(Protocol):
         """Copies between host and device addresses (uint64), in no order; returns by which call."""
         ...
 
-    def launch(self, stream: Stream, kernel: str, blocks: int, arguments: np.ndarray) -> None:
-        """Launch a kernel of `kernels_cupy.specs` with its struct."""
+    def launch(self, kernel: str, blocks: int, arguments: np.ndarray) -> None:
+        """Launch a kernel of `kernels_cupy.specs` on the caller's stream. The struct of its arguments is not copied."""
         ...
 
 
@@ -227,9 +227,8 @@ class QueueRuntime:
         self.submit(run, stream)
         return "batch"
 
-    def launch(self, stream: Stream, kernel: str, blocks: int, arguments: np.ndarray) -> None:
-        arguments = arguments.copy()
-        self.submit(lambda: self._launcher(kernel, blocks, self.threads, arguments), stream)
+    def launch(self, kernel: str, blocks: int, arguments: np.ndarray) -> None:
+        self.submit(lambda: self._launcher(kernel, blocks, self.threads, arguments))
 
     # ---- running
 

@@ -14,6 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # Distributions whose module is not spelled like them.
 MODULES = {
     "cuda-bindings": "cuda",
+    "nvidia-cuda-nvrtc": "nvidia",
     "cupy-cuda12x": "cupy",
     "cupy-cuda13x": "cupy",
     "nvidia-ml-py": "pynvml",

@@ -8,9 +8,14 @@ import yaml
 
 from verify.environment import ROOT, missing, requirements, split
 
-# The gpu12 extra has no counterpart: conda chooses the build of CuPy by cuda-version.
-EXTRAS = ("notebooks", "dev", "gpu")
-CONDA_NAMES = {"torch": "pytorch-gpu", "matplotlib": "matplotlib-base", "cupy-cuda13x": "cupy"}
+# The extras for CUDA 12 have no counterpart: conda chooses builds by cuda-version.
+EXTRAS = ("notebooks", "dev", "nvrtc", "gpu")
+CONDA_NAMES = {
+    "torch": "pytorch-gpu",
+    "matplotlib": "matplotlib-base",
+    "cupy-cuda13x": "cupy",
+    "nvidia-cuda-nvrtc": "cuda-nvrtc",
+}
 CONDA_ONLY = {"cuda-version", "gxx", "make", "pip"}  # pip takes these from the system, or from torch
 
 
@@ -39,7 +44,8 @@ def test_conda_and_pip_ask_for_the_same_python():
 
 def test_every_direct_dependency_is_pinned():
     pinned = dict(map(split, re.findall(r"^[^#\n]+", (ROOT / "constraints.txt").read_text(), re.M)))
-    wanted = set(requirements("notebooks", "dev", "gpu", "gpu12")) - {"cuda-bindings"}  # torch pins it
+    torch_pins = {"cuda-bindings", "nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12"}
+    wanted = set(requirements("notebooks", "dev", "gpu", "gpu12", "nvrtc", "nvrtc12")) - torch_pins
     assert {name for name in wanted if not pinned.get(name, "").startswith("==")} == set()
     assert pinned["torch"] == "==2.13.0"
 

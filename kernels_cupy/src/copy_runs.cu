@@ -44,7 +44,9 @@ struct Place {
   long long start, item, loops[MAX_LOOPS], piece;
 };
 
+// Divisions are what a short run costs most, and most bases are 1.
 __device__ __forceinline__ long long digit(long long& number, long long base) {
+  if (base == 1) return 0;
   long long rest = number / base, found = number - rest * base;
   number = rest;
   return found;
@@ -74,8 +76,9 @@ __device__ __forceinline__ unsigned long long device_address(unsigned long long 
 }
 
 __device__ __forceinline__ unsigned long long address_of(const Place& at, const Side& side) {
-  long long item = side.items ? side.items[at.item] : at.item;
-  long long offset = item / side.entries * side.page + item % side.entries * side.entry_bytes;
+  long long page = side.items ? side.items[at.item] : at.item;
+  long long entry = digit(page, side.entries);
+  long long offset = page * side.page + entry * side.entry_bytes;
 #pragma unroll
   for (int i = 0; i < MAX_LOOPS; i++) offset += at.loops[i] * side.steps[i];
   return device_address(side.starts[at.start] + offset, side);

@@ -32,12 +32,14 @@ class Effort:
     """How long to measure.
 
     seconds    device time of a cell's samples, about
+    slow_s     a transfer that takes longer is timed twice, no more
     repeats    the fewest and the most samples of a cell
     latencies  single pages timed in a cell
     matmul     the loop beside transfers
     """
 
     seconds: float = 0.06
+    slow_s: float = 0.15
     repeats: tuple[int, int] = (3, 10)
     latencies: int = 10
     matmul: matmul.Loop = field(default_factory=matmul.Loop)
@@ -178,7 +180,7 @@ class Attempt:
         if fault:
             vars(self.cell).update(vars(_cell(self.mover, "wrong", f"after timing: {fault}")))
             return
-        self.cell.latency = self._latency()
+        self.cell.latency = self._latency(2 if first.samples_s[-1] > self.bench.effort.slow_s else None)
         if interference:
             run = self.prepare(self.stage.at)
             self.cell.interference = matmul.interference(
@@ -235,9 +237,10 @@ class Attempt:
         def start() -> Run:
             return self.prepare(self.stage.at)
 
-        warm = clock.series(start, 1, first.submit_s[-1])
+        slow = first.samples_s[-1] > effort.slow_s
+        warm = first if slow else clock.series(start, 1, first.submit_s[-1])
         fewest, most = effort.repeats
-        count = max(fewest, min(most, int(effort.seconds / warm.samples_s[-1])))
+        count = 2 if slow else max(fewest, min(most, int(effort.seconds / warm.samples_s[-1])))
         series = clock.series(start, count, count * warm.submit_s[-1])
         self.cell.timing, self.cell.submit, self.cell.held = (
             Timing(series.samples_s),
@@ -248,14 +251,14 @@ class Attempt:
         ceiling = ceilings.of(self.bench.ceilings, self.direction, self.row.payload_bytes)
         self.cell.percent_of_ceiling = 100 * self.cell.gb_per_s / ceiling
 
-    def _latency(self) -> Timing:
+    def _latency(self, count: int | None = None) -> Timing:
         host, device = (slots[: self.rig.spec.page_size] for slots in self.stage.at)
 
         def start() -> Run:
             return self.prepare((host, device))
 
         self.bench.clock.series(start, 1, 0)
-        return Timing(latencies(self.bench.clock, start, self.bench.effort.latencies))
+        return Timing(latencies(self.bench.clock, start, count or self.bench.effort.latencies))
 
 
 def sum_of(receipts: Sequence[Receipt]) -> Receipt:
