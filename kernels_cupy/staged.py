@@ -21,6 +21,7 @@ from kernels_cupy.jobs import (
     End,
     Job,
     Launch,
+    Placed,
     completion,
     device_addresses,
     jobs,
@@ -92,9 +93,8 @@ class Staged:
                 for launch in self._relayout(plan, layers, "backup", chunk.half):
                     launch.submit(self._runtime, 0, lists.device + 8 * chunk.first, chunk.count, lists.fault_address)
                     kernels += 1
-                for launch in self._rescue(plan, layers, chunk.half) if items.unchecked else ():
-                    at = lists.host + 8 * chunk.first
-                    launch.submit(self._runtime, at, 0, chunk.count, lists.fault_address, if_fault=True)
+                if items.unchecked:
+                    kernels += self._rescue(plan, layers, chunk, lists)
                 self._runtime.wait(copies, self._runtime.record(caller))
                 submit(self._runtime, copies, chunk.host, chunk.staging, chunk.nbytes)
                 self._free[chunk.half] = self._runtime.record(copies)
@@ -187,18 +187,18 @@ class Staged:
             plan.derived[key] = launches_of_half
         return plan.derived[key]
 
-    def _rescue(self, plan: Plan, layers: Layers, half: int) -> list[Launch]:
-        """Fill a half with what the host has: for a backup whose list the device refuses.
+    def _rescue(self, plan: Plan, layers: Layers, chunk: Chunk, lists: Placed) -> int:
+        """Fill a half with what the host has, if the device refuses the list of a backup; returns the launches.
 
         Copies cannot be called off by the device, and the host does not wait for its verdict. So they bring the host's
         own bytes back to it.
         """
         found = pieces(plan, layers, exact=True)
         table = table_of(self._runtime, plan.registrations)
-        begins = self._begins(found, self.half_bytes // sum(piece.nbytes for piece in found)) + half * self.half_bytes
-        return [
+        begins = self._begins(found, self.half_bytes // sum(piece.nbytes for piece in found))
+        made = [
             launch
-            for begin, piece in zip(begins, found, strict=True)
+            for begin, piece in zip(begins + chunk.half * self.half_bytes, found, strict=True)
             for launch in launches(
                 mapped(plan, piece.end),
                 End(np.array([begin], np.uint64), piece.nbytes),
@@ -209,6 +209,10 @@ class Staged:
                 registrations=table,
             )
         ]
+        for launch in made:
+            at = lists.host + 8 * chunk.first
+            launch.submit(self._runtime, at, 0, chunk.count, lists.fault_address, if_fault=True)
+        return len(made)
 
 
 @dataclass(frozen=True)
