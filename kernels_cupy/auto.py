@@ -7,6 +7,7 @@ direction. `calibrate.py` measures them; without a table of this device and driv
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -28,7 +29,7 @@ from refimpl.support import Refusal, support
 from refimpl.transfer import Transfer
 
 BUILT_IN = Path(__file__).with_name("h200.json")
-BACKENDS: dict[str, type[Backend]] = {"kernel": SmCopy, "direct": CopyEngine, "staged": Staged}
+BACKENDS: dict[str, Callable[[Setup], Backend]] = {"kernel": SmCopy, "direct": CopyEngine, "staged": Staged}
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,9 @@ class Auto:
 
     def stays(self, side: str, indices: torch.Tensor) -> bool:
         return self._backends["kernel"].stays(side, indices) if "kernel" in self._backends else False
+
+    def place(self, items: Items, direction: str) -> None:
+        """Not before it is clear which backend will need what."""
 
     def candidates(self, plan: Plan, layers: tuple[int | None, ...], items: Items, direction: str) -> list[Candidate]:
         """Every backend, fastest first, with the time that the table predicts or the reason why it is out."""

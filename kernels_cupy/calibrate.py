@@ -1,7 +1,7 @@
 """Measure this device for backend `auto`: how fast each backend moves pieces of each size, in either direction.
 
 `python -m kernels_cupy.calibrate` takes a few seconds and leaves a table in the user's cache folder, which `auto` finds
-by device, driver and kernels. Wall clock, several transfers in a row: what a caller would see, submission included.
+by device, driver and kernels. Figures are device times: of everything queued behind a stream that is held meanwhile.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +26,11 @@ from refimpl.geometry import Component, PoolSpec
 from refimpl.host_pool import HostPool
 from refimpl.indices import slots_of
 from refimpl.pinned import Block, CudaRegistrar, HostMemory
+from refimpl.receipt import Receipt
 from refimpl.support import DIRECTIONS, MEMORY
 
 KIB, MIB = 1 << 10, 1 << 20
-IN_A_ROW = 2  # transfers to a sample
+HOLD_CYCLES = 80_000_000  # some 40 ms
 
 
 @dataclass(frozen=True)
@@ -53,8 +55,8 @@ SIZES = tuple(k * KIB for k in (1, 4, 8, 16, 24, 32, 48, 64, 96, 128, 512, 4096)
 # For `kernel` and `direct` a piece is a run, for `staged` what a page has in one place.
 PROBES = {
     "kernel": Probe("layer_first", 1, (128, 256, 512, KIB, 2 * KIB, 8 * KIB, 64 * KIB, 512 * KIB), 1 << 17),
-    "direct": Probe("layer_first", 1, SIZES, 1 << 14),
-    "staged": Probe("page_first", 4, SIZES, 1 << 14),
+    "direct": Probe("layer_first", 1, SIZES, 1 << 13),
+    "staged": Probe("page_first", 4, SIZES, 1 << 13),
 }
 
 
@@ -103,22 +105,33 @@ def _speeds(
     with HostPool(spec, probe.layout, pages, name, memory=memory, platform=platform) as host:
         device = DevicePool(spec, pages, MEMORY[platform])
         for direction in DIRECTIONS:
-            transfers = [host.prepare(device, there, here, direction) for _ in range(IN_A_ROW)]
-            alone = host.prepare(device, there[:1], here[:1], direction)
-            latency = _seconds(lambda alone=alone: alone.run().wait(), samples)
-            several = _seconds(lambda transfers=transfers: [t.run() for t in transfers][-1].wait(), samples)
-            yield direction, latency, pages * piece * IN_A_ROW / (several - latency) / 1e9
+            all_pages = host.prepare(device, there, here, direction)
+            one_page = host.prepare(device, there[:1], here[:1], direction)
+            latency = _seconds([one_page.run] * samples, platform)
+            taken = _seconds([all_pages.run] * samples, platform)
+            yield direction, latency, (pages - 1) * piece / (taken - latency) / 1e9
 
 
-def _seconds(run: Callable[[], object], samples: int) -> float:
-    """Median of some, after one to warm up."""
-    run()
-    taken = []
-    for _ in range(samples):
-        begin = time.perf_counter()
+def _seconds(runs: Sequence[Callable[[], Receipt]], platform: str) -> float:
+    """Median of the runs' times, after one to warm up: on the device, or by the clock where there is none."""
+    runs[0]().wait()
+    if platform != "cuda":
+        return statistics.median(_by_the_clock(run) for run in runs)
+    torch.cuda.synchronize()
+    torch.cuda._sleep(HOLD_CYCLES)  # until everything is submitted
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(len(runs) + 1)]
+    events[0].record()
+    for run, event in zip(runs, events[1:], strict=True):
         run()
-        taken.append(time.perf_counter() - begin)
-    return statistics.median(taken)
+        event.record()
+    torch.cuda.synchronize()
+    return statistics.median(a.elapsed_time(b) / 1e3 for a, b in pairwise(events))
+
+
+def _by_the_clock(run: Callable[[], Receipt]) -> float:
+    begin = time.perf_counter()
+    run().wait()
+    return time.perf_counter() - begin
 
 
 def main() -> None:

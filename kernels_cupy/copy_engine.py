@@ -31,6 +31,9 @@ class CopyEngine:
     def stays(self, side: str, indices: torch.Tensor) -> bool:
         return False  # descriptors are made on the host
 
+    def place(self, items: Items, direction: str) -> None:
+        """The copy engine needs no lists."""
+
     def execute(self, plan: Plan, layers: tuple[int | None, ...], items: Items, direction: str) -> Receipt:
         host, device, nbytes = descriptors(plan, layers, items)
         caller = self._runtime.current()

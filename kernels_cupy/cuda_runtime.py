@@ -88,12 +88,14 @@ class CudaRuntime:
     def copy(self, stream: Stream, to: np.ndarray, source: np.ndarray, nbytes: np.ndarray) -> str:
         return self._copies.submit(stream.cuda_stream, to, source, nbytes)
 
-    def launch(self, kernel: str, blocks: int, arguments: np.ndarray) -> None:
+    def launch(self, stream: Stream, kernel: str, blocks: int, arguments: np.ndarray) -> None:
         expected = kernel_of(kernel).arguments
         if arguments.dtype != expected:
             raise TypeError(f"{kernel} takes {expected}, got {arguments.dtype}")
-        with self._cupy_stream(self.current()):
-            _function(kernel)((blocks,), (self.threads,), (arguments,))
+        # As one opaque value: CuPy asks NumPy to describe a struct, at every launch, and that takes longer than it.
+        opaque = arguments.reshape(1).view(f"V{arguments.nbytes}").reshape(())
+        with self._cupy_stream(stream):
+            _function(kernel)((blocks,), (self.threads,), (opaque,))
 
     def _cupy_stream(self, stream: torch.cuda.Stream) -> Any:
         """CuPy's view of a stream of torch's; it keeps the stream alive."""

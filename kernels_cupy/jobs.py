@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -141,7 +142,7 @@ class Placed:
     """Index lists of a transfer in device memory, as addresses of page numbers.
 
     fault    int32 that the device sets to 1 when a list that it checks is wrong; None: all were checked on the host
-    uploads  index tensors that were sent there
+    uploads  index tensors that were sent there, until a receipt has told so
     """
 
     host: int
@@ -150,6 +151,10 @@ class Placed:
     uploads: int
     unchecked: list[Unchecked]
     kept: list[torch.Tensor] = field(default_factory=list)
+
+    def tell_uploads(self) -> int:
+        told, self.uploads = self.uploads, 0
+        return told
 
     @property
     def fault_address(self) -> int:
@@ -163,13 +168,12 @@ class Placed:
             raise ValueError("an index list was refused by the device, and has been changed since: nothing was moved")
 
 
-def place(runtime: Runtime, items: Items, sides: tuple[str, ...] = ("host", "device")) -> Placed:
-    """Bring the lists of some sides to the device, once for all runs of a transfer on one stream."""
-    key: Hashable = sides, runtime.current()
+def place(runtime: Runtime, stream: Stream, items: Items, sides: tuple[str, ...]) -> Placed:
+    """Bring the lists of some sides to the device, once for all runs of a transfer on the caller's stream."""
+    key: Hashable = sides, stream
     if key not in items.placed:
         items.placed[key] = _place(runtime, items, sides)
-        return items.placed[key]
-    return replace(items.placed[key], uploads=0)
+    return items.placed[key]
 
 
 def _place(runtime: Runtime, items: Items, sides: tuple[str, ...]) -> Placed:
@@ -204,7 +208,7 @@ def _check_there(runtime: Runtime, pages: Unchecked, placed: Placed) -> int:
     arguments["page_size"], arguments["num_pages"] = pages.page_size, pages.num_pages
     arguments["index_bytes"] = pages.indices.dtype.itemsize
     blocks = -(-pages.indices.numel() // THREADS_TO_CHECK)
-    runtime.launch("check_indices", min(blocks, 32), arguments)
+    runtime.launch(runtime.current(), "check_indices", min(blocks, 32), arguments)
     runtime.keep(pages.indices)
     return numbers.data_ptr()
 
@@ -248,10 +252,16 @@ class Launch:
     host_side: str
 
     def submit(
-        self, runtime: Runtime, host_items: int, device_items: int, count: int, fault: int = 0, if_fault: bool = False
+        self,
+        runtime: Runtime,
+        stream: Stream,
+        host_items: int,
+        device_items: int,
+        count: int,
+        fault: int = 0,
+        if_fault: bool = False,
     ) -> None:
-        """On the caller's stream.
-
+        """
         host_items, device_items  addresses of lists in device memory; 0: the first `count` items
         fault                     address of what the check of index lists found; the copy runs if that is `if_fault`
         """
@@ -262,7 +272,7 @@ class Launch:
         arguments = words.view(COPY_RUNS).reshape(())
         if if_fault:
             arguments["if_fault"] = 1
-        runtime.launch(self.kernel, self.blocks, arguments)
+        runtime.launch(stream, self.kernel, self.blocks, arguments)
 
 
 def launches(
@@ -325,16 +335,19 @@ class Pending:
 
     def __init__(self) -> None:
         self._events: dict[Stream, Event] = {}
+        self._lock = threading.Lock()
 
     def add(self, stream: Stream, event: Event) -> None:
-        self._events = {s: e for s, e in self._events.items() if not e.query()} | {stream: event}
+        with self._lock:
+            self._events = {s: e for s, e in self._events.items() if not e.query()} | {stream: event}
 
     def wait(self) -> None:
-        for event in self._events.values():
+        with self._lock:
+            events, self._events = self._events, {}
+        for event in events.values():
             event.synchronize()
-        self._events = {}
 
 
-def completion(runtime: Runtime, placed: Placed) -> Completion:
-    """An event after all that the caller's stream has so far, and the verdict on lists that the device checks."""
-    return Completion(runtime.record(runtime.current()), None if placed.fault is None else placed.verdict)
+def completion(runtime: Runtime, stream: Stream, placed: Placed) -> Completion:
+    """An event after all that a stream was given so far, and the verdict on lists that the device checks."""
+    return Completion(runtime.record(stream), None if placed.fault is None else placed.verdict)

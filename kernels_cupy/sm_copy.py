@@ -27,6 +27,8 @@ from refimpl.indices import Items
 from refimpl.plan import Plan
 from refimpl.receipt import Receipt
 
+SIDES = ("host", "device")
+
 IN_FLIGHT = 4  # loads of a thread, as in copy_runs.cu
 WIDEST = 16  # bytes of a word
 
@@ -48,17 +50,21 @@ class SmCopy:
     def stays(self, side: str, indices: torch.Tensor) -> bool:
         return self._runtime.holds(indices)
 
+    def place(self, items: Items, direction: str) -> None:
+        place(self._runtime, self._runtime.current(), items, SIDES)
+
     def execute(self, plan: Plan, layers: tuple[int | None, ...], items: Items, direction: str) -> Receipt:
-        placed = place(self._runtime, items)
+        stream = self._runtime.current()
+        placed = place(self._runtime, stream, items, SIDES)
         prepared = self._prepared(plan, layers, direction)
         try:
             for launch in prepared:
-                launch.submit(self._runtime, placed.host, placed.device, len(items), placed.fault_address)
+                launch.submit(self._runtime, stream, placed.host, placed.device, len(items), placed.fault_address)
         finally:  # some may be on their way even if another one failed
-            done = completion(self._runtime, placed)
-            self._pending.add(self._runtime.current(), done.event)
+            done = completion(self._runtime, stream, placed)
+            self._pending.add(stream, done.event)
         runs, nbytes = runs_and_bytes(plan, layers, len(items))
-        return Receipt("kernel", nbytes, runs, len(prepared), placed.uploads, event=done)
+        return Receipt("kernel", nbytes, runs, len(prepared), placed.tell_uploads(), event=done)
 
     def close(self) -> None:
         self._pending.wait()

@@ -38,7 +38,7 @@ from refimpl.backends.protocol import Setup
 from refimpl.indices import Items
 from refimpl.plan import Loop, Plan
 from refimpl.receipt import Receipt
-from refimpl.runtime import Event, Stream
+from refimpl.runtime import Stream
 
 HALVES = 2
 
@@ -62,12 +62,16 @@ class Staged:
         self.half_bytes = pages // HALVES * page_bytes
         setup.book(HALVES * self.half_bytes)
         self._buffer: torch.Tensor | None = self._runtime.empty(HALVES * self.half_bytes)
-        self._free: list[Event | None] = [None] * HALVES  # passed when a half may be written again
+        # Passed when a half may be written (again): who had this memory before may still be at work on it.
+        self._free = [self._runtime.record(self._runtime.current())] * HALVES
         self._turn = 0
         self._one_at_a_time = threading.Lock()
 
     def stays(self, side: str, indices: torch.Tensor) -> bool:
         return side == "device" and self._runtime.holds(indices)  # the host's are in descriptors
+
+    def place(self, items: Items, direction: str) -> None:
+        self._lists(self._runtime.current(), items, direction)
 
     def execute(self, plan: Plan, layers: Layers, items: Items, direction: str) -> Receipt:
         if self._buffer is None:
@@ -77,46 +81,49 @@ class Staged:
 
     def close(self) -> None:
         for event in self._free:
-            if event:
-                event.synchronize()
+            event.synchronize()
         self._buffer = None
 
     def _backup(self, plan: Plan, layers: Layers, items: Items) -> Receipt:
         """Gather on the caller's stream, copy on ours; the caller's goes on when the last copy is done."""
         caller, copies = self._runtime.current(), self._runtime.private("staged")
-        lists = place(self._runtime, items, ("host", "device") if items.unchecked else ("device",))
+        lists = self._lists(caller, items, "backup")
         chunks = self._chunks(plan, layers, items, "backup")
         kernels = 0
         with self._joined(caller, copies):
             for chunk in chunks:
-                self._wait_for(caller, chunk.half)
+                self._runtime.wait(caller, self._free[chunk.half])
                 for launch in self._relayout(plan, layers, "backup", chunk.half):
-                    launch.submit(self._runtime, 0, lists.device + 8 * chunk.first, chunk.count, lists.fault_address)
+                    launch.submit(
+                        self._runtime, caller, 0, lists.device + 8 * chunk.first, chunk.count, lists.fault_address
+                    )
                     kernels += 1
                 if items.unchecked:
-                    kernels += self._rescue(plan, layers, chunk, lists)
+                    kernels += self._rescue(plan, layers, chunk, lists, caller)
                 self._runtime.wait(copies, self._runtime.record(caller))
                 submit(self._runtime, copies, chunk.host, chunk.staging, chunk.nbytes)
                 self._free[chunk.half] = self._runtime.record(copies)
-        return self._receipt(plan, layers, len(items), chunks, kernels, lists.uploads, completion(self._runtime, lists))
+        return self._receipt(plan, layers, len(items), chunks, kernels, lists, caller)
 
     def _load(self, plan: Plan, layers: Layers, items: Items) -> Receipt:
         """Copy on our stream, which begins where the caller's has come to; scatter on the caller's."""
         caller, copies = self._runtime.current(), self._runtime.private("staged")
-        lists = place(self._runtime, items, ("device",))
+        lists = self._lists(caller, items, "load")
         chunks = self._chunks(plan, layers, items, "load")
         kernels = 0
         self._runtime.wait(copies, self._runtime.record(caller))
         with self._joined(caller, copies):
             for chunk in chunks:
-                self._wait_for(copies, chunk.half)
+                self._runtime.wait(copies, self._free[chunk.half])
                 submit(self._runtime, copies, chunk.staging, chunk.host, chunk.nbytes)
                 self._runtime.wait(caller, self._runtime.record(copies))
                 for launch in self._relayout(plan, layers, "load", chunk.half):
-                    launch.submit(self._runtime, 0, lists.device + 8 * chunk.first, chunk.count, lists.fault_address)
+                    launch.submit(
+                        self._runtime, caller, 0, lists.device + 8 * chunk.first, chunk.count, lists.fault_address
+                    )
                     kernels += 1
                 self._free[chunk.half] = self._runtime.record(caller)
-        return self._receipt(plan, layers, len(items), chunks, kernels, lists.uploads, completion(self._runtime, lists))
+        return self._receipt(plan, layers, len(items), chunks, kernels, lists, caller)
 
     @contextmanager
     def _joined(self, caller: Stream, copies: Stream) -> Iterator[None]:
@@ -124,23 +131,31 @@ class Staged:
         try:
             yield
         except BaseException:
-            self._runtime.wait(caller, self._runtime.record(copies))
+            for other in (*self._free, self._runtime.record(copies)):
+                self._runtime.wait(caller, other)
             self._free = [self._runtime.record(caller)] * HALVES
             raise
         self._runtime.wait(caller, self._runtime.record(copies))
 
-    def _wait_for(self, stream: Stream, half: int) -> None:
-        """Until a half may be written again, whoever used it last."""
-        free = self._free[half]
-        if free:
-            self._runtime.wait(stream, free)
-
     def _receipt(
-        self, plan: Plan, layers: Layers, count: int, chunks: list[Chunk], kernels: int, uploads: int, event: Event
+        self,
+        plan: Plan,
+        layers: Layers,
+        count: int,
+        chunks: list[Chunk],
+        kernels: int,
+        lists: Placed,
+        caller: Stream,
     ) -> Receipt:
         _, nbytes = runs_and_bytes(plan, layers, count)
         descriptors = sum(len(chunk.nbytes) for chunk in chunks)
-        return Receipt("staged", nbytes, descriptors, kernels, uploads, event=event)
+        done = completion(self._runtime, caller, lists)
+        return Receipt("staged", nbytes, descriptors, kernels, lists.tell_uploads(), event=done)
+
+    def _lists(self, stream: Stream, items: Items, direction: str) -> Placed:
+        """The device's in device memory; the host's too where a backup may have to be rescued."""
+        rescue = direction == "backup" and items.unchecked
+        return place(self._runtime, stream, items, ("host", "device") if rescue else ("device",))
 
     # ---- chunks
 
@@ -187,7 +202,7 @@ class Staged:
             plan.derived[key] = launches_of_half
         return plan.derived[key]
 
-    def _rescue(self, plan: Plan, layers: Layers, chunk: Chunk, lists: Placed) -> int:
+    def _rescue(self, plan: Plan, layers: Layers, chunk: Chunk, lists: Placed, caller: Stream) -> int:
         """Fill a half with what the host has, if the device refuses the list of a backup; returns the launches.
 
         Copies cannot be called off by the device, and the host does not wait for its verdict. So they bring the host's
@@ -211,7 +226,7 @@ class Staged:
         ]
         for launch in made:
             at = lists.host + 8 * chunk.first
-            launch.submit(self._runtime, at, 0, chunk.count, lists.fault_address, if_fault=True)
+            launch.submit(self._runtime, caller, at, 0, chunk.count, lists.fault_address, if_fault=True)
         return len(made)
 
 

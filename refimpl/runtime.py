@@ -82,8 +82,8 @@ class Runtime(Protocol):
         """Copies between host and device addresses (uint64), in no order; returns by which call."""
         ...
 
-    def launch(self, kernel: str, blocks: int, arguments: np.ndarray) -> None:
-        """Launch a kernel of `kernels_cupy.specs` on the caller's stream. The struct of its arguments is not copied."""
+    def launch(self, stream: Stream, kernel: str, blocks: int, arguments: np.ndarray) -> None:
+        """Launch a kernel of `kernels_cupy.specs`. The struct of its arguments is not copied."""
         ...
 
 
@@ -143,7 +143,7 @@ class QueueRuntime:
         self._launcher = launcher
         self._random = random.Random(seed)
         self._queues: dict[Hashable, deque[Operation]] = {}
-        self._held: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
+        self._held: set[int] = set()  # addresses of storages
         self._lock = threading.RLock()
         self._here = threading.local()
 
@@ -194,11 +194,16 @@ class QueueRuntime:
         """
         room = np.full(nbytes + ALIGNMENT, POISON, np.uint8)
         first = -room.ctypes.data % ALIGNMENT
-        memory = torch.from_numpy(room[first : first + nbytes])
-        self._held[id(memory)] = memory
-        stream = self.current()
-        weakref.finalize(memory, lambda: self.submit(lambda: room.fill(POISON), stream)).atexit = False
-        return memory
+        memory = room[first : first + nbytes]
+        address, stream = memory.ctypes.data, self.current()
+
+        def freed() -> None:
+            self._held.discard(address)
+            self.submit(lambda: room.fill(POISON), stream)
+
+        self._held.add(address)
+        weakref.finalize(memory, freed).atexit = False  # the storage of every view keeps this array alive
+        return torch.from_numpy(memory)
 
     def upload(self, array: np.ndarray) -> torch.Tensor:
         held = array.copy()
@@ -208,7 +213,7 @@ class QueueRuntime:
         return memory
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        return self._held.get(id(tensor)) is tensor
+        return tensor.untyped_storage().data_ptr() in self._held
 
     def keep(self, tensor: torch.Tensor) -> None:
         self.submit(lambda: tensor)
@@ -227,8 +232,8 @@ class QueueRuntime:
         self.submit(run, stream)
         return "batch"
 
-    def launch(self, kernel: str, blocks: int, arguments: np.ndarray) -> None:
-        self.submit(lambda: self._launcher(kernel, blocks, self.threads, arguments))
+    def launch(self, stream: Stream, kernel: str, blocks: int, arguments: np.ndarray) -> None:
+        self.submit(lambda: self._launcher(kernel, blocks, self.threads, arguments), stream)
 
     # ---- running
 

@@ -592,8 +592,9 @@ def test_loading_a_layer_that_is_not_owned_moves_nothing(layer: int, backend: st
 class Recording(OnTheHost):
     """A real backend whose calls are written down."""
 
-    def __init__(self, backend: Backend, calls: list[tuple[int | None, ...]]) -> None:
-        self.backend, self.calls = backend, calls
+    def __init__(self, backend: Backend) -> None:
+        self.backend = backend
+        self.calls: list[tuple[int | None, ...]] = []
 
     def execute(self, plan: Plan, layers: tuple[int | None, ...], items: Items, direction: str) -> Receipt:
         self.calls.append(layers)
@@ -604,7 +605,8 @@ def moved_layers(direction: str, runs: Sequence[Sequence[int] | None]) -> list[t
     """Layers of each call that a transfer makes of a real backend."""
     host, device = pair(spec=STATES)
     transfer = host.prepare(device, torch.tensor([1]), torch.tensor([2]), direction)
-    transfer.backend = recording = Recording(transfer.backend, [])
+    recording = Recording(transfer.backend)
+    transfer.backend = recording
     for layers in runs:
         transfer.run(layers)
     return recording.calls

@@ -38,7 +38,7 @@ namespace device {
 struct Fiber {
   ucontext_t context;
   std::vector<char> stack = std::vector<char>(64 * 1024);
-  unsigned barriers = 0;  // reached so far
+  int line = 0;  // of the barrier at which it waits
   bool done = false;
 };
 
@@ -58,9 +58,9 @@ inline void enter() {
   swapcontext(&fibers[current].context, &scheduler);
 }
 
-inline void barrier() {
-  fibers[current].barriers++;
+inline void barrier(int line) {
   unsigned self = current;
+  fibers[self].line = line;
   swapcontext(&fibers[self].context, &scheduler);
   threadIdx.x = self;
 }
@@ -79,7 +79,7 @@ inline std::vector<unsigned> turns(unsigned threads, unsigned order) {
 
 // From one barrier to the next: every thread runs until it waits or ends, and all must do the same.
 inline void run_block(const std::vector<unsigned>& turn) {
-  for (unsigned phase = 1;; phase++) {
+  for (;;) {
     unsigned waiting = 0;
     for (unsigned i : turn) {
       if (fibers[i].done) continue;
@@ -90,7 +90,7 @@ inline void run_block(const std::vector<unsigned>& turn) {
     if (!waiting) return;
     if (waiting != turn.size()) fail("a barrier was not reached by all threads");
     for (Fiber& fiber : fibers)
-      if (fiber.barriers != phase) fail("threads wait at different barriers");
+      if (fiber.line != fibers[0].line) fail("threads wait at different barriers");
   }
 }
 
@@ -102,7 +102,7 @@ inline void launch(unsigned blocks, unsigned threads, unsigned order, const std:
   for (unsigned block = 0; block < blocks; block++) {
     blockIdx = {block};
     for (Fiber& fiber : fibers) {
-      fiber.barriers = 0, fiber.done = false;
+      fiber.done = false;
       getcontext(&fiber.context);
       fiber.context.uc_stack.ss_sp = fiber.stack.data();
       fiber.context.uc_stack.ss_size = fiber.stack.size();
@@ -115,4 +115,4 @@ inline void launch(unsigned blocks, unsigned threads, unsigned order, const std:
 
 }  // namespace device
 
-inline void __syncthreads() { device::barrier(); }
+inline void __syncthreads(int line = __builtin_LINE()) { device::barrier(line); }

@@ -33,12 +33,17 @@ class Setup:
 
 
 class Backend(Protocol):
-    """Moves bytes as a plan says. It never looks at a layout or a pool, only at addresses, strides and runs."""
+    """Moves bytes as a plan says. It never looks at a layout or a pool, only at addresses, strides and runs.
 
-    def __init__(self, setup: Setup) -> None: ...
+    Made by a class that takes a `Setup`.
+    """
 
     def stays(self, side: str, indices: torch.Tensor) -> bool:
         """Whether an index list of a side ("host", "device") is left on the device and checked there."""
+        ...
+
+    def place(self, items: Items, direction: str) -> None:
+        """Bring what a transfer needs of its lists to the device, when it is prepared."""
         ...
 
     def execute(self, plan: Plan, layers: tuple[int | None, ...], items: Items, direction: str) -> Receipt:
@@ -58,6 +63,9 @@ class OnTheHost:
 
     def stays(self, side: str, indices: torch.Tensor) -> bool:
         return False
+
+    def place(self, items: Items, direction: str) -> None:
+        pass
 
     def close(self) -> None:
         pass

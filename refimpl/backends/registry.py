@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from functools import cache
 
 import torch
@@ -47,6 +48,6 @@ def make(name: str, setup: Setup) -> Backend:
 
 
 @cache
-def _load(name: str) -> type[Backend]:
+def _load(name: str) -> Callable[[Setup], Backend]:
     module, attribute = MODULES[name].split(":")
     return getattr(importlib.import_module(module), attribute)

@@ -1,0 +1,436 @@
+"""Order and edges of what the GPU backends submit, on an emulated device that runs everything as late as it may.
+
+Chunks are two pages, so a few pages show every edge. Sources are overwritten as soon as stream order allows, and
+destinations are looked at no later, in several orders of whatever is free to run.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+
+from kernels_cupy import copy_engine
+from kernels_cupy.runtimes import emulated
+from kernels_cupy.staged import Staged, joined
+from refimpl import LAYOUTS, DevicePool, HostMemory, HostPool, PoolSpec, oracle, presets, slots_of, support
+from refimpl.plan import Plan, Registration
+from refimpl.receipt import Receipt
+from refimpl.runtime import Stream
+from verify import fill
+from verify.test_emulation import on_the_device
+
+pytestmark = pytest.mark.emulated
+
+# K of a page is 4 KiB in layouts that keep it together: registrations may end behind every page.
+SPEC = presets.mha(layers=2, heads=2, head_dim=64, dtype=torch.bfloat16, page_size=8)
+PAGES = 9
+STAGING = 4  # pages: two chunks of two
+
+DIRECTIONS = ("backup", "load")
+SEEDS = range(6)
+
+both_ways = pytest.mark.parametrize("direction", DIRECTIONS)
+on_every_backend = pytest.mark.parametrize("backend", ["kernel", "direct", "staged"])
+
+
+@pytest.fixture(autouse=True)
+def _an_idle_device() -> None:
+    emulated().synchronize()
+
+
+class Pools:
+    """A host and a device pool, and what the oracle makes of the same transfers."""
+
+    def __init__(
+        self,
+        backend: str,
+        layout: str = "page_first",
+        memory: HostMemory | None = None,
+        limit: int | None = None,
+        spec: PoolSpec = SPEC,
+    ) -> None:
+        self.spec = spec
+        self.host = HostPool(
+            spec, layout, PAGES, backend, memory=memory, registration_limit=limit, platform="emulated",
+            staging_pages=STAGING,
+        )  # fmt: skip
+        self.device = DevicePool(spec, PAGES)
+        self.expected_host, self.expected_device = HostPool(spec, layout, PAGES), DevicePool(spec, PAGES)
+
+    def fill(self, direction: str) -> None:
+        """The source full of names, the destination of something else."""
+        for host, device in ((self.host, self.device), (self.expected_host, self.expected_device)):
+            fill.fill_device(device, 0)
+            fill.fill_host(host, 0)
+            for tensor in (self._device(device), self._host(host))[direction == "backup"]:
+                tensor.bitwise_not_()
+
+    def move(self, direction: str, host: list[int], device: list[int]) -> Receipt:
+        at = slots_of(host, self.spec.page_size), slots_of(device, self.spec.page_size)
+        if direction == "backup":
+            oracle.backup(self.expected_host, self.expected_device, *at)
+            return self.host.backup(self.device, *at)
+        oracle.load(self.expected_host, self.expected_device, *at)
+        return self.host.load_all(self.device, *at)
+
+    def source(self, direction: str) -> list[torch.Tensor]:
+        return self._device(self.device) if direction == "backup" else self._host(self.host)
+
+    def destination(self, direction: str) -> list[torch.Tensor]:
+        return self._host(self.host) if direction == "backup" else self._device(self.device)
+
+    def expected(self, direction: str) -> list[torch.Tensor]:
+        return self._host(self.expected_host) if direction == "backup" else self._device(self.expected_device)
+
+    @staticmethod
+    def _host(host: HostPool) -> list[torch.Tensor]:
+        return [t.view(torch.uint8) for _, tensors in host.storage for t in tensors]
+
+    def _device(self, device: DevicePool) -> list[torch.Tensor]:
+        return [
+            device.buffer(c.name, i).view(torch.uint8) for c in self.spec.components for i in self.spec.layers_of(c)
+        ]
+
+
+def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def overwrite(tensors: list[torch.Tensor]) -> Callable[[], None]:
+    def what() -> None:
+        for tensor in tensors:
+            tensor.fill_(fill.POISON)
+
+    return what
+
+
+# ---- in order of the caller's stream
+
+
+@both_ways
+@on_every_backend
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 6, 7])
+@pytest.mark.parametrize("stream", ["default", "mine"])
+def test_a_transfer_lies_between_what_the_caller_did_before_and_does_after(
+    stream: str, count: int, backend: str, direction: str
+) -> None:
+    """The source is written just before it and overwritten just after, the destination is looked at just after."""
+    pools = Pools(backend)
+    rng = np.random.default_rng(count)
+    for seed in SEEDS:
+        emulated()._random.seed(seed)
+        pools.fill(direction)
+        written, found = [t.clone() for t in pools.source(direction)], []
+        overwrite(pools.source(direction))()
+
+        def write(written: list[torch.Tensor] = written) -> None:
+            for tensor, value in zip(pools.source(direction), written, strict=True):
+                tensor.copy_(value)
+
+        with emulated().stream(stream):
+            emulated().submit(write)
+            pools.move(direction, *(rng.permutation(PAGES)[:count].tolist() for _ in "hd"))
+            emulated().submit(overwrite(pools.source(direction)))
+            emulated().submit(lambda found=found: found.extend(t.clone() for t in pools.destination(direction)))
+            emulated().record(stream).synchronize()
+        assert same(found, pools.expected(direction))
+
+
+@both_ways
+@on_every_backend
+def test_a_receipt_has_passed_when_the_bytes_are_there(backend: str, direction: str) -> None:
+    pools = Pools(backend)
+    for seed in SEEDS:
+        emulated()._random.seed(seed)
+        pools.fill(direction)
+        receipt = pools.move(direction, [4, 2, 7, 0, 5], [1, 3, 8, 6, 2])
+        assert receipt.event is not None
+        assert not receipt.event.query()
+        receipt.wait()
+        assert receipt.event.query()
+        assert same(pools.destination(direction), pools.expected(direction))
+
+
+# ---- transfers that share what a backend keeps
+
+
+@pytest.mark.parametrize("directions", list(itertools.product(DIRECTIONS, DIRECTIONS)), ids="-".join)
+@pytest.mark.parametrize("streams", [("mine", "mine"), ("mine", "yours")], ids=["one stream", "two streams"])
+@pytest.mark.parametrize("counts", [(1, 1), (2, 1), (3, 4), (5, 3), (6, 6)], ids=str)
+@on_every_backend
+def test_transfers_in_a_row_share_the_halves_of_a_buffer(
+    backend: str, counts: tuple[int, int], streams: tuple[str, str], directions: tuple[str, str]
+) -> None:
+    """Neither waits for the other but where they use one half: two callers have nothing else in common."""
+    first, second = Pools(backend), Pools(backend)
+    second.host._mover = first.host._mover
+    for seed in SEEDS:
+        emulated()._random.seed(seed)
+        receipts: list[Receipt] = []
+        for pools, direction, stream, count in zip((first, second), directions, streams, counts, strict=True):
+            pools.fill(direction)
+            with emulated().stream(stream):
+                receipts.append(pools.move(direction, list(range(count)), list(range(PAGES - count, PAGES))))
+        for receipt in reversed(receipts):
+            receipt.wait()
+        for pools, direction in zip((first, second), directions, strict=True):
+            assert same(pools.destination(direction), pools.expected(direction))
+
+
+@both_ways
+@on_every_backend
+def test_a_transfer_may_be_run_on_another_stream(backend: str, direction: str) -> None:
+    """What was brought to the device for one stream may not have arrived for another."""
+    for seed in SEEDS:
+        emulated()._random.seed(seed)
+        memory = MemoryElsewhere()
+        pools = Pools(backend, memory=memory, limit=32 << 10)
+        pools.fill(direction)
+        memory.give()
+        at = slots_of([4, 2, 7, 0, 5], 8), slots_of([1, 3, 8, 6, 2], 8)
+        (oracle.backup if direction == "backup" else oracle.load)(pools.expected_host, pools.expected_device, *at)
+        transfer, receipts = pools.host.prepare(pools.device, *at, direction), []
+        for stream in ("mine", "yours"):
+            with emulated().stream(stream):
+                receipts.append(transfer.run())
+        receipts[1].wait()
+        memory.take()
+        assert same(pools.destination(direction), pools.expected(direction))
+        emulated().synchronize()
+
+
+@both_ways
+@on_every_backend
+def test_a_closed_pool_has_nothing_under_way(backend: str, direction: str) -> None:
+    for seed in SEEDS:
+        emulated()._random.seed(seed)
+        pools = Pools(backend)
+        pools.fill(direction)
+        destination = pools.destination(direction)
+        with emulated().stream("mine"):
+            pools.move(direction, [4, 2, 7, 0, 5], [1, 3, 8, 6, 2])
+        pools.host.close()
+        assert same(destination, pools.expected(direction))
+
+
+def test_a_closed_buffer_is_refused() -> None:
+    pools = Pools("staged")
+    transfer = pools.host.prepare(pools.device, slots_of([1], 8), slots_of([2], 8), "load")
+    mover = transfer.backend
+    mover.close()
+    with pytest.raises(ValueError, match="closed"):
+        transfer.run()
+
+
+# ---- chunks
+
+
+@both_ways
+@pytest.mark.parametrize(("count", "chunks"), [(1, 1), (2, 1), (3, 2), (5, 3), (9, 5)])
+def test_a_chunk_is_half_the_buffer_and_halves_take_turns(count: int, chunks: int, direction: str) -> None:
+    """Also from one transfer to the next: an odd number of chunks begins the next one in the other half."""
+    pools = Pools("staged")
+    staged = pools.host._mover
+    assert isinstance(staged, Staged)
+    transfer = pools.host.prepare(pools.device, slots_of(np.arange(count), 8), slots_of(np.arange(count), 8), direction)
+    plan, layers, items = transfer.plan(), transfer.layers, transfer.items
+    found = [staged._chunks(plan, layers, items, direction) for _ in range(2)]
+    assert [[chunk.count for chunk in row] for row in found] == [[2] * (count // 2) + [1] * (count % 2)] * 2
+    halves = [chunk.half for row in found for chunk in row]
+    assert halves == [i % 2 for i in range(2 * chunks)]
+    assert staged._buffer is not None
+    for chunk in itertools.chain(*found):
+        begin = staged._buffer.data_ptr() + chunk.half * staged.half_bytes
+        end = begin + staged.half_bytes
+        assert (chunk.staging >= begin).all()
+        assert (chunk.staging + chunk.nbytes <= end).all()
+
+
+def test_pages_that_follow_each_other_are_copied_at_once() -> None:
+    """K of two pages, V of two pages: as many copies as there are pieces, in chunks of two pages."""
+    pools = Pools("staged")
+    pools.fill("backup")
+    receipt = pools.move("backup", [3, 4, 5, 6], [8, 0, 2, 1])
+    receipt.wait()
+    assert (receipt.descriptors, receipt.kernels, receipt.index_uploads) == (4, 2, 1)
+    assert same(pools.destination("backup"), pools.expected("backup"))
+
+
+def test_a_layer_is_loaded_in_whole_pieces() -> None:
+    """Its tokens lie apart, with other layers between them: bringing these too is cheaper than many copies."""
+    pools = Pools("staged")
+    receipt = pools.host.load(pools.device, slots_of([4, 2], 8), slots_of([1, 3], 8), layer=1)
+    receipt.wait()
+    assert receipt.descriptors == 2 * len(SPEC.components)
+
+
+def test_pieces_end_where_a_registration_does() -> None:
+    spans = np.array([[16, 24], [0, 8], [8, 16], [32, 40], [64, 72]])
+    edges = Plan((), (Registration(0, 16, 0), Registration(16, 100, 16)))
+
+    def pieces(longest: int, exact: bool, plan: Plan) -> list[tuple[int, int]]:
+        return list(joined(spans, longest, exact, plan))
+
+    assert pieces(100, True, Plan(())) == [(0, 24), (32, 40), (64, 72)]
+    assert pieces(100, True, edges) == [(0, 16), (16, 24), (32, 40), (64, 72)]
+    assert pieces(100, False, edges) == [(0, 16), (16, 72)]
+    assert pieces(24, False, edges) == [(0, 16), (16, 40), (64, 72)]
+
+
+# ---- registered memory that a device sees elsewhere
+
+
+class Elsewhere:
+    """What a device has of every registration lies at an address of its own, and is not what the host has there."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+        self.chunks: dict[int, torch.Tensor] = {}
+
+    def register(self, address: int, nbytes: int) -> None:
+        room = torch.full((nbytes + 2 * (64 << 10),), fill.POISON, dtype=torch.uint8)  # to run into, not to crash
+        self.chunks[address] = room[64 << 10 :][:nbytes]
+
+    def unregister(self, address: int) -> None:
+        del self.chunks[address]
+
+    def device_address(self, address: int) -> int:
+        for first, there in self.chunks.items():
+            if first <= address < first + len(there):
+                return there.data_ptr() + address - first
+        raise ValueError(f"{address:#x} is not registered")
+
+    def pairs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        begin = self.tensor.data_ptr()
+        return [(self.tensor[first - begin :][: len(there)], there) for first, there in self.chunks.items()]
+
+
+class MemoryElsewhere(HostMemory):
+    """Host memory whose own addresses a device must not use: it reads nonsense there, and what it writes is lost."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.registrars: list[Elsewhere] = []
+
+    def map(self, nbytes: int) -> torch.Tensor:
+        tensor = super().map(nbytes)
+        self.registrar = Elsewhere(tensor)
+        self.registrars.append(self.registrar)
+        return tensor
+
+    def give(self) -> None:
+        """To the device."""
+        for here, there in self._pairs():
+            there.copy_(here)
+            here.fill_(fill.POISON)
+
+    def take(self) -> None:
+        for here, there in self._pairs():
+            here.copy_(there)
+
+    def _pairs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        return [pair for registrar in self.registrars for pair in registrar.pairs()]
+
+
+@pytest.mark.parametrize("limit", [None, 32 << 10], ids=["one registration", "several"])
+@pytest.mark.parametrize(
+    ("layout", "backend", "direction"),
+    [
+        case
+        for case in itertools.product(LAYOUTS, ("kernel", "direct", "staged"), DIRECTIONS)
+        if support(SPEC, *case, "emulated")
+    ],
+)
+def test_memory_that_a_device_sees_elsewhere(limit: int | None, layout: str, backend: str, direction: str) -> None:
+    """In order, so that whatever can be one copy would be, were there no edge; and in disorder."""
+    memory = MemoryElsewhere()
+    pools = Pools(backend, layout, memory, limit)
+    assert (len(pools.host.registrations) > len(memory.registrars)) == (limit is not None)
+    for pages in (range(9), (4, 2, 7, 0, 5)):
+        pools.fill(direction)
+        memory.give()
+        pools.move(direction, list(pages), sorted(pages)).wait()
+        memory.take()
+        assert same(pools.destination(direction), pools.expected(direction))
+
+
+@both_ways
+@pytest.mark.parametrize("backend", ["kernel", "staged"])
+def test_a_wrong_list_leaves_memory_alone_that_a_device_sees_elsewhere(backend: str, direction: str) -> None:
+    memory = MemoryElsewhere()
+    pools = Pools(backend, memory=memory, limit=32 << 10)
+    pools.fill(direction)
+    memory.give()
+    wrong = slots_of([1, 3, 8, 6, 9], 8)  # there is no page 9
+    receipt = pools.host.prepare(pools.device, slots_of([4, 2, 7, 0, 5], 8), on_the_device(wrong), direction).run()
+    with pytest.raises(ValueError, match="outside"):
+        receipt.wait()
+    emulated().synchronize()
+    memory.take()
+    assert same(pools.destination(direction), pools.expected(direction))
+
+
+# ---- what is submitted
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Stream, int]]:
+    """Stream and size of every batch of copies."""
+    found: list[tuple[Stream, int]] = []
+    copy = emulated().copy
+
+    def told(stream: Stream, to: np.ndarray, source: np.ndarray, nbytes: np.ndarray) -> str:
+        found.append((stream, len(nbytes)))
+        return copy(stream, to, source, nbytes)
+
+    monkeypatch.setattr(emulated(), "copy", told)
+    return found
+
+
+@both_ways
+@pytest.mark.parametrize("backend", ["direct", "staged"])
+def test_batches_are_short_and_never_on_the_legacy_default_stream(
+    backend: str, direction: str, calls: list[tuple[Stream, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(copy_engine, "BATCH", 3)
+    pools = Pools(backend, "page_first_direct")
+    pools.fill(direction)
+    receipt = pools.move(direction, [4, 2, 7, 0, 5], [1, 3, 8, 6, 2])
+    receipt.wait()
+    assert same(pools.destination(direction), pools.expected(direction))
+    assert sum(size for _, size in calls) == receipt.descriptors
+    assert max(size for _, size in calls) == 3
+    assert all(emulated().batchable(stream) for stream, _ in calls)
+
+
+def test_a_stream_that_takes_batches_gets_them(calls: list[tuple[Stream, int]]) -> None:
+    pools = Pools("direct")
+    with emulated().stream("mine"):
+        pools.move("load", [4, 2], [1, 3]).wait()
+    assert {stream for stream, _ in calls} == {"mine"}
+
+
+@pytest.mark.parametrize(
+    ("backend", "direction", "here", "there"),
+    [
+        ("direct", "backup", 0, 0),
+        ("direct", "load", 0, 0),
+        ("kernel", "backup", 2, 1),
+        ("kernel", "load", 2, 1),
+        ("staged", "backup", 1, 1),  # the host's list, by which a half is filled if the device's turns out wrong
+        ("staged", "load", 1, 0),
+    ],
+)
+def test_lists_are_sent_once_and_only_if_they_are_needed(backend: str, direction: str, here: int, there: int) -> None:
+    """Uploads when both lists are on the host, and when the device's is on the device."""
+    pools = Pools(backend)
+    host, device = slots_of([4, 2], 8), slots_of([1, 3], 8)
+    for indices, uploads in ((device, here), (on_the_device(device, complete=True), there)):
+        transfer = pools.host.prepare(pools.device, host, indices, direction)
+        runs = [transfer.run() for _ in range(2)]
+        assert [receipt.index_uploads for receipt in runs] == [uploads, 0]
+        runs[-1].wait()
