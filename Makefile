@@ -4,10 +4,13 @@
 # ENV=current         no set-up: use PYTHON as it is (a conda environment, a machine without registry)
 # MODEL= PAGES=       for `make run`: other models, more pages
 # NB=path             for `make notebooks`: this notebook only
-# ARGS=               for `make bench` and `make lab`: passed on
+# ARGS=               for `make bench`, `make bench-gpu` and `make lab`: passed on
+# DEVICE=h200         for `make verify-gpu` and `make bench-gpu`: folder of data/results that keeps what they find
 
 PYTHON ?= python3
 ENV ?=
+DEVICE ?= h200
+TOOLS := memcheck initcheck synccheck
 
 ifeq ($(ENV),current)
 PY := $(PYTHON)
@@ -24,7 +27,7 @@ endif
 # The checkout works without being installed, in kernels of notebooks too.
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 
-.PHONY: help run verify verify-full report bench notebooks lab lint clean python-at-hand
+.PHONY: help run verify verify-full verify-gpu sanitize report bench bench-gpu calibrate notebooks lab lint clean python-at-hand
 
 help: ## list the commands (the default)
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -34,7 +37,7 @@ run: $(READY) ## execute every notebook, print the matrix; results in out/index.
 	$(PY) -m verify run $(if $(MODEL),--model '$(MODEL)') $(if $(PAGES),--pages '$(PAGES)')
 
 verify: $(READY) ## everything that must hold: lint, types, notebooks, tests, mutants
-	$(NEEDS) notebooks dev
+	$(NEEDS) notebooks dev nvrtc
 	$(LINT)
 	$(PY) -m verify.notebooks check
 	$(PY) -m verify.notebooks nbval
@@ -43,6 +46,21 @@ verify: $(READY) ## everything that must hold: lint, types, notebooks, tests, mu
 
 verify-full: ## the same with every combination and every slow test
 	@$(MAKE) --no-print-directory verify FULL=--full
+
+# On an NVIDIA GPU. Torch's allocator would hide from a sanitizer where one buffer ends and the next begins.
+sanitize: $(READY) ## a small matrix with real kernels under compute-sanitizer; logs in out/
+	mkdir -p out
+	for tool in $(TOOLS); do PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool $$tool \
+	  $(PY) -m verify.sanitize > out/$$tool.log 2>&1 || { tail -n 50 out/$$tool.log; exit 1; }; tail -n 1 out/$$tool.log; done
+
+verify-gpu: sanitize ## the matrix, streams and lifetimes on an NVIDIA GPU; recorded in data/results/$(DEVICE)/verify.json
+	$(PY) -m verify.gpu_record --out data/results/$(DEVICE)/verify.json --sanitizer $(TOOLS:%=out/%.log) $(ARGS)
+
+bench-gpu: $(READY) ## measure the GPU backends: make bench-gpu ARGS="--portion core,sglang --resume"
+	$(PY) -m verify.bench.gpu --out data/results/$(DEVICE)/bench.json $(ARGS)
+
+calibrate: $(READY) ## measure this GPU for backend auto
+	$(PY) -m kernels_cupy.calibrate
 
 report: $(READY) ## write the support matrix as a page
 	$(NEEDS) notebooks dev

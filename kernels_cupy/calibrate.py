@@ -55,8 +55,8 @@ SIZES = tuple(k * KIB for k in (1, 4, 8, 16, 24, 32, 48, 64, 96, 128, 512, 4096)
 # For `kernel` and `direct` a piece is a run, for `staged` what a page has in one place.
 PROBES = {
     "kernel": Probe("layer_first", 1, (128, 256, 512, KIB, 2 * KIB, 8 * KIB, 64 * KIB, 512 * KIB), 1 << 17),
-    "direct": Probe("layer_first", 1, SIZES, 1 << 13),
-    "staged": Probe("page_first", 4, SIZES, 1 << 13),
+    "direct": Probe("layer_first", 1, SIZES, 1 << 16),
+    "staged": Probe("page_first", 4, SIZES, 1 << 16),
 }
 
 
@@ -74,7 +74,7 @@ class Reused(HostMemory):
         self._block.close()
 
 
-def measure(platform: str = "cuda", payload: int = 256 * MIB, samples: int = 3) -> dict[str, Any]:
+def measure(platform: str = "cuda", payload: int = 256 * MIB, samples: int = 2) -> dict[str, Any]:
     """The table: {"backends": {backend: {direction: {"latency_s": …, "gb_per_s": [[bytes of a piece, GB/s], …]}}}}."""
     memory = Reused(
         payload + max(max(p.sizes) for p in PROBES.values()), CudaRegistrar() if platform == "cuda" else None

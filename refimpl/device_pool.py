@@ -81,6 +81,7 @@ class DevicePool:
     ) -> None:
         self.spec, self.num_pages, self.device = spec, num_pages, device
         self._tensors = tensors
+        self._in_order = [tensor for buffers in tensors.values() for tensor in buffers]
 
     @property
     def size(self) -> int:
@@ -97,7 +98,7 @@ class DevicePool:
 
     def addresses(self) -> tuple[int, ...]:
         """Where the buffers lie now, in storage order."""
-        return tuple(t.data_ptr() for buffers in self._tensors.values() for t in buffers)
+        return tuple(map(torch.Tensor.data_ptr, self._in_order))
 
     def view(self, component: str, layer: int | None) -> torch.Tensor:
         """One layer as `[page, token, group, head, lane]`, sharing memory."""

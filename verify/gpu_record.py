@@ -88,9 +88,7 @@ def sanitized(log: Path) -> dict[str, Any]:
 
 
 def record(command: list[str], logs: Sequence[Path], commit: str | None, pytest: Sequence[str]) -> dict[str, Any]:
-    source = provenance(command, seed=0) | {"gpu": gpu()}
-    if source["commit"] is None and commit:
-        source |= {"commit": commit, "dirty": False}
+    source = provenance(command, 0, commit) | {"gpu": gpu()}
     sanitizers = [sanitized(log) for log in logs]
     began = time.perf_counter()
     parallel = ["-n", "auto", "--maxprocesses", "8", "--dist", "worksteal"] if find_spec("xdist") else []

@@ -18,12 +18,16 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def provenance(command: list[str], seed: int) -> dict[str, Any]:
-    """What a reader needs to judge figures, or to get them again. `commit` and `dirty` are None outside a checkout."""
+def provenance(command: list[str], seed: int, commit: str | None = None) -> dict[str, Any]:
+    """What a reader needs to judge figures, or to get them again. `commit` and `dirty` are None outside a checkout.
+
+    commit  outside a checkout: that of the clean tree from which this is a copy
+    """
     status = _git("status", "--porcelain")
+    clean_copy = status is None and commit is not None
     return {
-        "commit": _git("rev-parse", "HEAD"),
-        "dirty": None if status is None else bool(status),
+        "commit": commit if clean_copy else _git("rev-parse", "HEAD"),
+        "dirty": False if clean_copy else None if status is None else bool(status),
         "command": command,
         "seed": seed,
         "time": datetime.now(UTC).isoformat(timespec="seconds"),

@@ -27,7 +27,7 @@ def main(argv: list[str] | None = None) -> int:
     results = Results(args.out, resume=args.resume or args.report_only)
     if not args.report_only:
         portions = {name: p for name, p in cases.portions(args.payload, args.models).items() if name in args.portion}
-        run(results, portions, args.platform, args.seed, Effort(seconds=args.seconds))
+        run(results, portions, args.platform, args.seed, Effort(seconds=args.seconds), commit=args.commit)
     content = results.content
     for name in dict.fromkeys(row["portion"] for row in content["rows"]):
         print(report.as_text(report.table(content, name)), end="\n\n")
@@ -42,6 +42,7 @@ def run(
     seed: int,
     effort: Effort,
     sizes: tuple[int, ...] = ceilings.SIZES,
+    commit: str | None = None,
 ) -> None:
     """Measure a session of portions into `results`, which are written now and then, and however it ends."""
     ticking = clock(platform)
@@ -50,7 +51,7 @@ def run(
         with ticking.session():
             limits = ceilings.measure(ticking, arena, sizes)
             settings = {"platform": platform, "seed": seed, "portions": list(portions), "effort": asdict(effort)}
-            session = results.begin(command_line("verify.bench.gpu"), settings, limits)
+            session = results.begin(command_line("verify.bench.gpu"), settings, limits, commit)
             bench = Bench(ticking, arena, effort, seed, session, [plain(asdict(limit)) for limit in limits])
             for name, portion in portions.items():
                 _measure(results, bench, name, portion)
@@ -94,6 +95,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--platform", choices=("cuda", "emulated"), default="cuda", help="default: %(default)s")
     parser.add_argument("--seed", type=int, default=0, help="of page choice and fill (default: %(default)s)")
+    parser.add_argument("--commit", metavar="SHA", help="of a clean tree, where there is no git to ask")
     parser.add_argument("--out", type=Path, metavar="FILE.json", help="write all samples to this file")
     parser.add_argument("--resume", action="store_true", help="keep the rows that the file holds, measure the others")
     parser.add_argument("--report-only", action="store_true", help="measure nothing, report what the file holds")

@@ -70,7 +70,7 @@ BY_LAYER = tuple(Mover(backend, layerwise=True) for backend in ("direct", "kerne
 BY_BLOCKS = tuple(Mover("kernel", blocks=blocks) for blocks in (1, 2, 4, 8, 16, 32))
 VARIANTS = (
     *BACKENDS,
-    Mover("kernel", blocks=2),
+    Mover("2 blocks of 8-byte words"),
     Mover("one staging buffer"),
     Mover("memcpy one by one"),
 )

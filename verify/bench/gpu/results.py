@@ -32,9 +32,11 @@ class Results:
         if path and resume and path.exists():
             self.content = json.loads(path.read_text(encoding="utf-8"))
 
-    def begin(self, command: list[str], settings: dict[str, Any], ceilings: list[Ceiling]) -> int:
+    def begin(
+        self, command: list[str], settings: dict[str, Any], ceilings: list[Ceiling], commit: str | None = None
+    ) -> int:
         """A new session; its position."""
-        source = provenance(command, settings["seed"]) | {"gpu": gpu()}
+        source = provenance(command, settings["seed"], commit) | {"gpu": gpu()}
         session = {"provenance": source, "settings": settings, "ceilings": [asdict(c) for c in ceilings]}
         self.content["sessions"].append(plain(session))
         return len(self.content["sessions"]) - 1

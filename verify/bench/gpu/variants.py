@@ -10,14 +10,18 @@ from __future__ import annotations
 import ctypes
 import importlib
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 
+from kernels_cupy.jobs import Shape, completion, jobs, launches, mapped, place, runs_and_bytes
+from kernels_cupy.runtimes import runtime
 from refimpl import DevicePool, Receipt, UnsupportedPairing, plan
 from refimpl.geometry import NO_LAYER
 from refimpl.host_buffers import HostBuffers
+from refimpl.indices import Items
 from verify.bench.gpu.rig import OnDevice
 from verify.bench.measure import Indices
 
@@ -68,9 +72,45 @@ def memcpy_one_by_one(
     return run
 
 
+def words_of_eight_bytes(
+    host: HostBuffers, device: DevicePool, at: Indices, direction: str, platform: str
+) -> Callable[[], Receipt]:
+    """Our kernel as upstream launches its older one: two blocks, words of 8 bytes, a warp an item of each layer."""
+    device_runtime, layers = runtime(platform), host.spec.owned_layers
+    stream, made = device_runtime.current(), plan(host, device)
+    items = Items(*(_pages(slots, host.page_size) for slots in at))
+    lists = place(device_runtime, stream, items, ("host", "device"))
+    wide = [
+        launch
+        for job in jobs(made, layers)
+        for launch in launches(
+            mapped(made, job.host),
+            job.device,
+            job.loops,
+            job.run,
+            direction,
+            Shape(2, 32, 1024),
+            job.keeps_page_together,
+        )
+    ]
+    if any(launch.kernel not in ("copy_runs<16>", "copy_runs<8>") for launch in wide):
+        raise UnsupportedPairing("rows that are no multiple of 8 bytes")
+    narrow = [replace(launch, kernel="copy_runs<8>") for launch in wide]
+
+    def run() -> Receipt:
+        for launch in narrow:
+            launch.submit(device_runtime, stream, lists.host, lists.device, len(items))
+        runs, nbytes = runs_and_bytes(made, layers, len(items))
+        done = completion(device_runtime, stream, lists)
+        return Receipt("words of 8 bytes", nbytes, runs, len(narrow), event=done)
+
+    return run
+
+
 VARIANTS: dict[str, Callable[[HostBuffers, DevicePool, Indices, str, str], Callable[[], Receipt]]] = {
     "one staging buffer": one_staging_buffer,
     "memcpy one by one": memcpy_one_by_one,
+    "2 blocks of 8-byte words": words_of_eight_bytes,
 }
 
 
