@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from unittest.mock import patch
 
 HERE = Path(__file__).resolve().parent
 sys.path.append(str(HERE.parent))  # a checkout works without being installed
@@ -21,6 +24,7 @@ from matplotlib.patches import ConnectionPatch, Polygon, Rectangle  # noqa: E402
 from refimpl import LAYOUTS, DevicePool, HostPool, PoolSpec, oracle, plan, presets, slots_of, support  # noqa: E402
 from refimpl.device_pool import row_shape  # noqa: E402
 from refimpl.plan import Move, Plan  # noqa: E402
+from refimpl.runtime import Event, QueueRuntime, Stream  # noqa: E402
 from refimpl.support import BACKENDS, DIRECTIONS  # noqa: E402
 from verify import fill  # noqa: E402
 
@@ -451,6 +455,293 @@ def draw_shares(blocks: np.ndarray, shares: dict[str, list[float]], compared: tu
     ax.minorticks_off()
     ax.set(xlabel="word of the buffer", ylabel="words that differ, %")
     ax.legend(loc="lower left")
+    return figure
+
+
+# ---- what a device is told
+
+
+@dataclass(frozen=True)
+class Told:
+    """Something that was submitted.
+
+    what    "upload", "launch", "copy", "record" or "wait"
+    detail  the kernel and its blocks, or the number of copies
+    event   that is recorded or waited for
+    """
+
+    what: str
+    stream: Stream
+    detail: str = ""
+    event: Event | None = None
+
+
+@dataclass(frozen=True)
+class Moved:
+    """Bytes that one run or one descriptor took from address to address; `by` "kernel" or "copy engine"."""
+
+    by: str
+    to: int
+    source: int
+    nbytes: int
+
+
+class NotingDevice(QueueRuntime):
+    """An emulated device that notes what it is told (when it is told) and what it moves (when it does)."""
+
+    def __init__(self, seed: int = 0) -> None:
+        from kernels_cupy import emu
+
+        def launch(kernel: str, blocks: int, threads: int, arguments: np.ndarray) -> None:
+            if kernel.startswith("copy_runs"):
+                self.moved += [Moved("kernel", *run) for run in runs_of_launch(arguments)]
+            emu.launch(kernel, blocks, threads, arguments)
+
+        super().__init__(launch, seed)
+        self.told: list[Told] = []
+        self.moved: list[Moved] = []
+
+    def pool(self, spec: PoolSpec, layout: str, num_pages: int, backend: str, **more: int) -> HostPool:
+        """A host pool whose backend works with this device."""
+        with patch("kernels_cupy.runtimes.emulated", lambda: self):
+            return HostPool(spec, layout, num_pages, backend, platform="emulated", **more)
+
+    def upload(self, array: np.ndarray) -> torch.Tensor:
+        self.told.append(Told("upload", self.current(), f"{array.nbytes} B"))
+        return super().upload(array)
+
+    def launch(self, stream: Stream, kernel: str, blocks: int, arguments: np.ndarray) -> None:
+        self.told.append(Told("launch", stream, f"{kernel}, {blocks} blocks"))
+        super().launch(stream, kernel, blocks, arguments)
+
+    def copy(self, stream: Stream, to: np.ndarray, source: np.ndarray, nbytes: np.ndarray) -> str:
+        self.told.append(Told("copy", stream, f"{len(nbytes)} descriptors"))
+        self.moved += [
+            Moved("copy engine", *copy) for copy in zip(to.tolist(), source.tolist(), nbytes.tolist(), strict=True)
+        ]
+        return super().copy(stream, to, source, nbytes)
+
+    def record(self, stream: Stream) -> Event:
+        event = super().record(stream)
+        self.told.append(Told("record", stream, event=event))
+        return event
+
+    def wait(self, stream: Stream, event: Event) -> None:
+        self.told.append(Told("wait", stream, event=event))
+        super().wait(stream, event)
+
+
+def runs_of_launch(arguments: np.ndarray) -> Iterator[tuple[int, int, int]]:
+    """Destination, source and bytes of every run of a `CopyRuns` struct; its lists of items must be there by now."""
+
+    def address(side: np.ndarray, start: int, item: int, loops: tuple[int, ...]) -> int:
+        listed = int(side["items"])
+        number = ctypes.c_int64.from_address(listed + 8 * item).value if listed else item
+        page, entry = divmod(number, int(side["entries"]))
+        within = sum(i * int(step) for i, step in zip(loops, side["steps"], strict=True))
+        return int(side["starts"][start]) + page * int(side["page"]) + entry * int(side["entry_bytes"]) + within
+
+    for start, item, *loops in np.ndindex(
+        *(int(n) for n in (arguments["starts"], arguments["items"])), *arguments["counts"].tolist()
+    ):
+        to, source = (address(arguments[side], start, item, tuple(loops)) for side in ("to", "source"))
+        yield to, source, int(arguments["run"])
+
+
+@dataclass(frozen=True)
+class Strip:
+    """A stretch of memory in a picture: `x` is where its first byte is drawn."""
+
+    lane: str
+    name: str
+    memory: np.ndarray
+    x: float
+
+    @property
+    def address(self) -> int:
+        return self.memory.ctypes.data
+
+
+def strips(host: HostPool, device: DevicePool, staging: torch.Tensor | None = None) -> list[Strip]:
+    """Device buffers side by side, and the host tensor and staging memory centred below them."""
+    found, x = [], 0.0
+    for component, layer in layers(device):
+        buffer = device.buffer(component, layer).reshape(-1).view(torch.uint8).numpy()
+        found.append(Strip("pool", f"{component.upper()}, layer {layer}", buffer, x))
+        x += len(buffer) + 8
+    middle = (x - 8) / 2
+    for lane, held in (("staging", [] if staging is None else [staging.numpy()]), ("host", raw(host))):
+        found += [Strip(lane, "", memory, middle - len(memory) / 2) for memory in held]
+    return found
+
+
+def draw_way(title: str, spec: PoolSpec, num_pages: int, found: Sequence[Strip], moved: Sequence[Moved]) -> Figure:
+    """Memory and what moved in it. A word that names its place is coloured by its layer; what moved is joined."""
+    lanes = [lane for lane in ("host", "staging", "pool") if any(s.lane == lane for s in found)]
+    heights = {"host": 0.0, "staging": 2.0, "pool": 2.0 * (len(lanes) - 1)}
+    figure, ax = plt.subplots(figsize=(9.6, 0.9 + 0.85 * len(lanes)))
+    for move in moved:
+        (low_x, low), (high_x, high) = sorted(
+            (next((s.x + a - s.address, heights[s.lane]) for s in found if s.address <= a < s.address + len(s.memory))
+             for a in (move.to, move.source)),
+            key=lambda place: place[1],
+        )  # fmt: skip
+        corners = [(low_x, low + 0.7), (low_x + move.nbytes, low + 0.7), (high_x + move.nbytes, high), (high_x, high)]
+        look = {"hatch": "//", "facecolor": "#E3E3E3"} if move.by == "copy engine" else {"facecolor": "#FBEBD3"}
+        ax.add_patch(Polygon(corners, edgecolor="#555555", lw=0.6, alpha=0.75, **look))
+    for strip in found:
+        y = heights[strip.lane]
+        for at, word in enumerate(strip.memory.reshape(-1, fill.WORD)):
+            _draw_small_word(ax, strip.x + at * fill.WORD, y, fill.place(spec, num_pages, fill.number(word)))
+        ax.text(strip.x + len(strip.memory) / 2, y + 0.76, strip.name, ha="center", va="bottom", fontsize=7.5)
+    right = max(s.x + len(s.memory) for s in found)
+    ax.axhline(1.62, color="#777777", lw=1, ls=(0, (6, 4)), marker="")
+    ax.text(right + 1, 1.66, "the bus", fontsize=8, va="bottom", ha="right", color="#555555")
+    ax.set(xlim=(-1, right + 1), ylim=(-0.1, heights["pool"] + 1.05), xticks=[])
+    ax.set_yticks([heights[lane] + 0.35 for lane in lanes], [{"pool": "device\npool"}.get(n, n) for n in lanes])
+    ax.tick_params(length=0)
+    ax.grid(False)
+    ax.spines[:].set_visible(False)
+    ax.set_title(title, fontsize=10)
+    looks = [{"facecolor": "#E3E3E3", "hatch": "//"}, {"facecolor": "#FBEBD3"}]
+    shapes = [Rectangle((0, 0), 1, 1, edgecolor="#555555", lw=0.6, **look) for look in looks]
+    names = {"copy engine": "by the copy engine, one descriptor each", "kernel": "by threads of a kernel, one run each"}
+    shown = [(shape, names[by]) for shape, by in zip(shapes, names, strict=True) if any(m.by == by for m in moved)]
+    figure.legend(*zip(*shown, strict=True), loc="outside lower center", ncols=2, fontsize=8.5)
+    return figure
+
+
+def _draw_small_word(ax: Axes, x: float, y: float, place: fill.Place | None) -> None:
+    colour = OTHER if place is None else LAYER_COLOURS[place.layer]
+    ax.add_patch(Rectangle((x, y), fill.WORD, 0.7, facecolor=colour, edgecolor="#888888", lw=0.5))
+    if place is not None:
+        text = f"{place.component.upper()}{place.layer}\nt{place.token}"
+        ax.text(x + fill.WORD / 2, y + 0.35, text, ha="center", va="center", fontsize=6)
+
+
+# ---- a timeline
+
+LENGTHS = {"upload": 0.6, "launch": 1.0, "copy": 1.7}  # as drawn; no measure of time
+
+
+@dataclass(frozen=True)
+class Box:
+    """Work in a timeline: `number` counts what this stream was told of the kind."""
+
+    what: str
+    stream: Stream
+    number: int
+    begin: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Arrow:
+    """An event: from the work before it to the work that waits for it."""
+
+    source: Box
+    to: Box
+
+
+def timeline(told: Sequence[Told]) -> tuple[list[Box], list[Arrow]]:
+    """Every operation as soon as its stream and the events it waits for let it begin."""
+    boxes: list[Box] = []
+    arrows: list[Arrow] = []
+    last: dict[Stream, Box] = {}
+    passed: dict[int, Box | None] = {}
+    waiting: dict[Stream, list[Box]] = {}
+    for one in told:
+        if one.what == "record":
+            passed[id(one.event)] = last.get(one.stream)
+        elif one.what == "wait":
+            before = passed.get(id(one.event))
+            if before is not None:
+                waiting.setdefault(one.stream, []).append(before)
+        else:
+            after = waiting.pop(one.stream, [])
+            ready = [box.end for box in (*after, *filter(None, [last.get(one.stream)]))]
+            begin = max(ready, default=0.0) + 0.35 * bool(ready)
+            number = sum(box.what == one.what for box in boxes)
+            box = Box(one.what, one.stream, number, begin, begin + LENGTHS[one.what])
+            arrows += [Arrow(source, box) for source in after if source.stream != one.stream]
+            boxes.append(box)
+            last[one.stream] = box
+    return boxes, arrows
+
+
+def draw_timelines(of: dict[str, Sequence[Told]], halves: int = 2) -> Figure:
+    """One panel for each transfer: a lane for each stream, boxes for work, arrows for events between streams."""
+    figure, axes = plt.subplots(len(of), 1, figsize=(9.6, 2.0 * len(of) + 0.5), sharex=True)
+    for ax, (title, told) in zip(axes, of.items(), strict=True):
+        boxes, arrows = timeline(told)
+        lanes = {"default": 1.0, "private staged": 0.0}
+        for box in boxes:
+            y, half = lanes[box.stream], box.number % halves
+            look = {"facecolor": OTHER} if box.what == "upload" else {"facecolor": LAYER_COLOURS[1 + half]}
+            ax.add_patch(Rectangle((box.begin, y), box.end - box.begin, 0.5, edgecolor="#444444", lw=0.8, **look))
+            verb = {"launch": "gather" if title.startswith("backup") else "scatter", "upload": "list"}
+            name = verb.get(box.what, box.what) + ("" if box.what == "upload" else f"\nchunk {box.number}")
+            ax.text((box.begin + box.end) / 2, y + 0.25, name, ha="center", va="center", fontsize=7.5)
+        for arrow in arrows:
+            down = lanes[arrow.source.stream] > lanes[arrow.to.stream]
+            tail = arrow.source.end, lanes[arrow.source.stream] + (0 if down else 0.5)
+            head = arrow.to.begin, lanes[arrow.to.stream] + (0.5 if down else 0)
+            reuse = arrow.to.number - arrow.source.number == halves
+            look = {"color": "#D55E00", "lw": 2.0} if reuse else {"color": "#000000", "lw": 1.0}
+            ax.annotate("", head, tail, arrowprops={"arrowstyle": "->", "shrinkA": 0, "shrinkB": 0, **look})
+        ax.set(ylim=(-0.15, 1.65), xticks=[], xlim=(-0.1, None))
+        ax.set_yticks([0.25, 1.25], ["our stream:\ncopies", "caller's stream:\nkernels"])
+        ax.tick_params(length=0)
+        ax.grid(False)
+        ax.spines[:].set_visible(False)
+        ax.set_title(title, fontsize=10)
+    axes[0].set_xlim(-0.1, max(box.end for told in of.values() for box in timeline(told)[0]) + 0.1)
+    keys = [
+        *(Rectangle((0, 0), 1, 1, facecolor=LAYER_COLOURS[1 + half], edgecolor="#444444") for half in range(halves)),
+        Line2D([], [], color="#000000", lw=1, marker=">", ms=4),
+        Line2D([], [], color="#D55E00", lw=2, marker=">", ms=4),
+    ]
+    names = ["first half", "second half", "event: the bytes are there", "event: the half is free again"]
+    figure.legend(keys, names, loc="outside lower center", ncols=4, fontsize=9)
+    return figure
+
+
+# ---- measured rates
+
+WAYS = {"direct": ("#0072B2", "o", -0.14), "kernel": ("#E69F00", "s", 0.0), "staged": ("#009E73", "^", 0.14)}
+
+
+def draw_rates(points: dict[str, dict[str, list[tuple[int, float]]]]) -> Figure:
+    """A panel for each direction: percent of the ceiling over bytes a run, a mark for each row of each backend."""
+    figure, axes = plt.subplots(1, len(points), figsize=(9.6, 4.2), sharey=True, squeeze=False)
+    for ax, (direction, by_backend) in zip(axes[0], points.items(), strict=True):
+        ax.axhline(100, color="#555555", lw=1, ls="--", marker="")
+        for backend, marks in by_backend.items():
+            colour, marker, shift = WAYS[backend]
+            xs, ys = [run * 2**shift for run, _ in marks], [percent for _, percent in marks]
+            ax.plot(xs, ys, marker=marker, color=colour, ls="", ms=6, mfc="none", mew=1.3, label=backend)
+        ax.set_xscale("log", base=2)
+        ax.xaxis.set_major_formatter(_as_bytes)
+        ax.minorticks_off()
+        ax.tick_params(axis="x", labelsize=8)
+        ax.set(xlabel="bytes a run", ylim=(0, 106))
+        ax.set_title(direction, fontsize=10)
+    axes[0][0].set_ylabel("% of the bus ceiling")
+    handles, names = axes[0][0].get_legend_handles_labels()
+    figure.legend(handles, names, loc="outside lower center", ncols=3)
+    return figure
+
+
+def draw_capacity(lines: dict[str, list[tuple[float, float]]]) -> Figure:
+    """Percent of the ceiling over MiB of staging memory, a line for each series."""
+    figure, ax = plt.subplots(figsize=(9.6, 4))
+    for name, marks in lines.items():
+        ax.plot([mib for mib, _ in marks], [percent for _, percent in marks], label=name)
+    ax.axhline(100, color="#555555", lw=1, ls="--", marker="")
+    ax.set_xscale("log", base=2)
+    ax.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
+    ax.set(xlabel="MiB of staging, both halves", ylabel="% of the bus ceiling", ylim=(0, 106))
+    figure.legend(loc="outside right center", fontsize=8)
     return figure
 
 

@@ -8,13 +8,14 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Timing:
-    """Raw samples in seconds, in the order taken, and what they come to."""
+    """Raw samples in seconds, in the order taken, to the nanosecond, and what they come to."""
 
     samples_s: list[float]
     median_s: float = field(init=False)
     quartiles_s: tuple[float, float] = field(init=False)
 
     def __post_init__(self) -> None:
+        self.samples_s = [round(sample, 9) for sample in self.samples_s]
         lower, self.median_s, upper = statistics.quantiles(self.samples_s, n=4, method="inclusive")
         self.quartiles_s = (lower, upper)
 

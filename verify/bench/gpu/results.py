@@ -53,7 +53,14 @@ class Results:
     def write(self) -> None:
         if self.path:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self.path.write_text(json.dumps(self.content, indent=1) + "\n", encoding="utf-8")
+            self.path.write_text(as_text(self.content), encoding="utf-8")
+
+
+def as_text(content: dict[str, Any]) -> str:
+    """JSON with a line for each row: files are large, and lines are what version control compares."""
+    head = json.dumps({name: value for name, value in content.items() if name != "rows"}, indent=1)
+    rows = ",\n  ".join(json.dumps(row) for row in content["rows"])
+    return head.removesuffix("\n}") + f',\n "rows": [\n  {rows}\n ]\n}}\n'
 
 
 def plain(value: Any) -> Any:

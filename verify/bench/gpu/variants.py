@@ -78,7 +78,7 @@ def words_of_eight_bytes(
     """Our kernel as upstream launches its older one: two blocks, words of 8 bytes, a warp an item of each layer."""
     device_runtime, layers = runtime(platform), host.spec.owned_layers
     stream, made = device_runtime.current(), plan(host, device)
-    items = Items(*(_pages(slots, host.page_size) for slots in at))
+    items = Items(_pages(at[0], host.page_size), _pages(at[1], host.page_size))
     lists = place(device_runtime, stream, items, ("host", "device"))
     wide = [
         launch
