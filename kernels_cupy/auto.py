@@ -18,9 +18,10 @@ import torch
 
 from kernels_cupy import cache_folder
 from kernels_cupy.copy_engine import CopyEngine, count_descriptors
-from kernels_cupy.jobs import jobs
+from kernels_cupy.jobs import jobs, out_of_reach
+from kernels_cupy.pieces import pieces
 from kernels_cupy.sm_copy import SmCopy
-from kernels_cupy.staged import Staged, pieces
+from kernels_cupy.staged import Staged
 from refimpl.backends.protocol import Backend, Setup
 from refimpl.indices import Items
 from refimpl.plan import Plan
@@ -79,7 +80,9 @@ class Auto:
             unread = [
                 pages.side for pages in items.unchecked if not self._backends[name].stays(pages.side, pages.indices)
             ]
-            if unread:
+            if name == "kernel" and out_of_reach(plan):
+                found.append(Candidate(name, reason=out_of_reach(plan)))
+            elif unread:
                 found.append(Candidate(name, reason=f"the {unread[0]} indices stay on the device"))
             else:
                 load = LOADS[name](plan, layers, items, direction)

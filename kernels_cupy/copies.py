@@ -10,6 +10,7 @@ import ctypes
 import numpy as np
 
 from refimpl.cudart import Library, cudart
+from refimpl.runtime import BATCHED
 
 BATCHES_SINCE = 12080  # driver version
 IN_STREAM_ORDER = 1  # cudaMemcpySrcAccessOrderStream
@@ -42,20 +43,20 @@ class Copies:
     def _no_batches(self) -> str:
         """Why the batched call is not to be had; empty if it is."""
         if self._library.driver < BATCHES_SINCE:
-            return f"one by one: driver {self._library.driver} has no batched copy"
+            return f"driver {self._library.driver} has no batched copy"
         if not hasattr(self._library.handle, "cudaMemcpyBatchAsync"):
-            return f"one by one: CUDA runtime {self._library.version} has no batched copy"
+            return f"CUDA runtime {self._library.version} has no batched copy"
         return ""
 
-    def submit(self, stream: int, to: np.ndarray, source: np.ndarray, nbytes: np.ndarray) -> str:
+    def submit(self, stream: int, to: np.ndarray, source: np.ndarray, nbytes: np.ndarray, no_batches: str = "") -> str:
         """Copy `nbytes[i]` from `source[i]` to `to[i]` (uint64 each), in no order; returns by which call."""
         arrays = tuple(np.ascontiguousarray(a, np.uint64) for a in (to, source, nbytes))
-        if self.why_not:
+        if self.why_not or no_batches:
             for copy in zip(*(a.tolist() for a in arrays), strict=True):
                 self._plain(stream, *copy)
-            return self.why_not
+            return f"one by one: {self.why_not or no_batches}"
         self._batch(stream, *arrays)
-        return "batch"
+        return BATCHED
 
     def _batch(self, stream: int, to: np.ndarray, source: np.ndarray, nbytes: np.ndarray) -> None:
         """One attribute for all: the list of what it applies to has one entry, 0, whatever the number of copies."""

@@ -9,13 +9,13 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from kernels_cupy.jobs import Pending, device_addresses, jobs, registration_of
+from kernels_cupy.jobs import device_addresses, jobs, out_of_reach, registration_of
 from kernels_cupy.runtimes import runtime
 from refimpl.backends.protocol import Setup
 from refimpl.indices import Items
 from refimpl.plan import Plan, Registration
 from refimpl.receipt import Receipt
-from refimpl.runtime import Completion, Runtime, Stream
+from refimpl.runtime import BATCHED, Completion, Pending, Runtime, Stream
 
 # Descriptors of one call. Some drivers have hung on tens of thousands (vLLM issues 49276, 43018).
 BATCH = 4096
@@ -42,25 +42,27 @@ class CopyEngine:
             self._runtime.wait(with_batches, self._runtime.record(caller))
         to, source = (host, device) if direction == "backup" else (device, host)
         try:
-            call = submit(self._runtime, with_batches, to, source, nbytes)
+            call = submit(self._runtime, with_batches, to, source, nbytes, out_of_reach(plan))
         finally:  # some batches may be on their way even if another one failed
             done = self._runtime.record(with_batches)
             self._pending.add(with_batches, done)
             if with_batches is not caller:
                 self._runtime.wait(caller, done)
-        path = "direct" if call == "batch" else f"direct ({call})"
+        path = "direct" if call == BATCHED else f"direct ({call})"
         return Receipt(path, int(nbytes.sum()), len(nbytes), event=Completion(done))
 
     def close(self) -> None:
         self._pending.wait()
 
 
-def submit(runtime: Runtime, stream: Stream, to: np.ndarray, source: np.ndarray, nbytes: np.ndarray) -> str:
-    """Copy in batches; returns the call that took them."""
-    call = "batch"
+def submit(
+    runtime: Runtime, stream: Stream, to: np.ndarray, source: np.ndarray, nbytes: np.ndarray, no_batches: str = ""
+) -> str:
+    """Copy in batches, unless there is a reason against it; returns the call that took them."""
+    call = BATCHED
     for first in range(0, len(nbytes), BATCH):
         part = slice(first, first + BATCH)
-        call = runtime.copy(stream, to[part], source[part], nbytes[part])
+        call = runtime.copy(stream, to[part], source[part], nbytes[part], no_batches=no_batches)
     return call
 
 

@@ -85,8 +85,8 @@ class CudaRuntime:
 
     # ---- work
 
-    def copy(self, stream: Stream, to: np.ndarray, source: np.ndarray, nbytes: np.ndarray) -> str:
-        return self._copies.submit(stream.cuda_stream, to, source, nbytes)
+    def copy(self, stream: Stream, to: np.ndarray, source: np.ndarray, nbytes: np.ndarray, no_batches: str = "") -> str:
+        return self._copies.submit(stream.cuda_stream, to, source, nbytes, no_batches=no_batches)
 
     def launch(self, stream: Stream, kernel: str, blocks: int, arguments: np.ndarray) -> None:
         expected = kernel_of(kernel).arguments

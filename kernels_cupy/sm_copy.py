@@ -8,37 +8,20 @@ from __future__ import annotations
 
 import torch
 
-from kernels_cupy.jobs import (
-    Launch,
-    Pending,
-    Shape,
-    completion,
-    jobs,
-    launches,
-    mapped,
-    one_offset,
-    place,
-    runs_and_bytes,
-    table_of,
-)
+from kernels_cupy.jobs import jobs, mapped, one_offset, runs_and_bytes, table_of
+from kernels_cupy.launches import Launch, launches, shape_for
+from kernels_cupy.lists import completion, place
 from kernels_cupy.runtimes import runtime
 from refimpl.backends.protocol import Setup
 from refimpl.indices import Items
 from refimpl.plan import Plan
 from refimpl.receipt import Receipt
+from refimpl.runtime import Pending
 
 SIDES = ("host", "device")
 
-IN_FLIGHT = 4  # loads of a thread, as in copy_runs.cu
-WIDEST = 16  # bytes of a word
-
 # Runs of so many bytes and more -> blocks that fill the bus.
 BLOCKS = ((2048, 4), (512, 8), (0, 16))
-
-# What a warp copies before it goes elsewhere: host memory likes to be written in long stretches. And the least that a
-# group of its threads reads at once, a cache line.
-STRETCH = {"backup": 8192, "load": 2048}
-LINE = 128
 
 
 class SmCopy:
@@ -85,7 +68,7 @@ class SmCopy:
                         job.loops,
                         job.run,
                         direction,
-                        shape_for(job.run, direction, self._blocks),
+                        shape_for(job.run, direction, self._blocks or blocks_for(job.run)),
                         job.keeps_page_together,
                         table,
                     )
@@ -94,11 +77,5 @@ class SmCopy:
         return plan.derived[key][1]
 
 
-def shape_for(run: int, direction: str, blocks: int | None = None) -> Shape:
-    """Blocks by run length; as few threads to a run as can have all of it in flight."""
-    lanes = 32
-    while lanes * WIDEST > LINE and lanes // 2 * WIDEST * IN_FLIGHT >= run:
-        lanes //= 2
-    blocks = blocks or next(blocks for shortest, blocks in BLOCKS if run >= shortest)
-    stretch = STRETCH[direction] * lanes // 32
-    return Shape(blocks, lanes, stretch, max(stretch // run, 1))
+def blocks_for(run: int) -> int:
+    return next(blocks for shortest, blocks in BLOCKS if run >= shortest)

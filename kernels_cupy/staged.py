@@ -11,32 +11,20 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from kernels_cupy.copy_engine import merged, submit
-from kernels_cupy.jobs import (
-    End,
-    Job,
-    Launch,
-    Placed,
-    completion,
-    device_addresses,
-    jobs,
-    launches,
-    mapped,
-    place,
-    registration_of,
-    runs_and_bytes,
-    table_of,
-)
+from kernels_cupy.jobs import End, device_addresses, mapped, out_of_reach, runs_and_bytes, table_of
+from kernels_cupy.launches import Launch, launches, shape_for
+from kernels_cupy.lists import Placed, completion, place
+from kernels_cupy.pieces import Piece, parts, pieces
 from kernels_cupy.runtimes import runtime
-from kernels_cupy.sm_copy import shape_for
 from refimpl.backends.protocol import Setup
 from refimpl.indices import Items
-from refimpl.plan import Loop, Plan
+from refimpl.plan import Plan
 from refimpl.receipt import Receipt
 from refimpl.runtime import Stream
 
@@ -101,7 +89,7 @@ class Staged:
                 if items.unchecked:
                     kernels += self._rescue(plan, layers, chunk, lists, caller)
                 self._runtime.wait(copies, self._runtime.record(caller))
-                submit(self._runtime, copies, chunk.host, chunk.staging, chunk.nbytes)
+                submit(self._runtime, copies, chunk.host, chunk.staging, chunk.nbytes, out_of_reach(plan))
                 self._free[chunk.half] = self._runtime.record(copies)
         return self._receipt(plan, layers, len(items), chunks, kernels, lists, caller)
 
@@ -115,7 +103,7 @@ class Staged:
         with self._joined(caller, copies):
             for chunk in chunks:
                 self._runtime.wait(copies, self._free[chunk.half])
-                submit(self._runtime, copies, chunk.staging, chunk.host, chunk.nbytes)
+                submit(self._runtime, copies, chunk.staging, chunk.host, chunk.nbytes, out_of_reach(plan))
                 self._runtime.wait(caller, self._runtime.record(copies))
                 for launch in self._relayout(plan, layers, "load", chunk.half):
                     launch.submit(
@@ -240,103 +228,3 @@ class Chunk:
     host: np.ndarray
     staging: np.ndarray
     nbytes: np.ndarray
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# What of an item lies together in host memory.
-
-
-@dataclass(frozen=True)
-class Piece:
-    """Bytes of an item that lie together in host memory: where they begin in item 0, how many, and how to go on."""
-
-    begin: int
-    nbytes: int
-    page: int
-    entries: int
-    entry_bytes: int
-
-    def addresses(self, items: np.ndarray) -> np.ndarray:
-        pages, entries = np.divmod(items, self.entries)
-        return (self.begin + pages * self.page + entries * self.entry_bytes).astype(np.uint64)
-
-    @property
-    def end(self) -> End:
-        return End(np.array([self.begin], np.uint64), self.page, self.entries, self.entry_bytes)
-
-
-@dataclass(frozen=True)
-class Part:
-    """Runs of one shape whose layers begin in pieces of one size: `offsets` bytes after the begin of `pieces`."""
-
-    pieces: tuple[int, ...]
-    offsets: np.ndarray
-    item_bytes: int
-    device: End
-    loops: tuple[Loop, ...]
-    run: int
-
-
-def pieces(plan: Plan, layers: tuple[int | None, ...], exact: bool) -> list[Piece]:
-    """Pieces of host memory that hold every run of an item; `exact`: nothing else, for they will be overwritten."""
-    key = ("pieces", layers, exact)
-    if key not in plan.derived:
-        plan.derived[key] = list(_pieces(plan, layers, exact))
-    return plan.derived[key]
-
-
-def _pieces(plan: Plan, layers: tuple[int | None, ...], exact: bool) -> Iterator[Piece]:
-    strides: dict[tuple[int, int, int], list[np.ndarray]] = {}
-    for job in jobs(plan, layers):
-        begins = (job.host.starts[:, None] + job.offsets[0]).reshape(-1).astype(np.int64)
-        steps = job.host.page, job.host.entries, job.host.entry_bytes
-        strides.setdefault(steps, []).append(np.stack([begins, begins + job.run], axis=1))
-    for (page, entries, entry_bytes), spans in strides.items():
-        longest = entry_bytes if entries > 1 else page
-        for begin, end in joined(np.concatenate(spans), longest, exact, plan):
-            yield Piece(begin, end - begin, page, entries, entry_bytes)
-
-
-def joined(spans: np.ndarray, longest: int, exact: bool, plan: Plan) -> Iterator[tuple[int, int]]:
-    """Spans `[begin, end)` of one registration joined up to a length: all that fit, or (`exact`) those that touch."""
-    spans = spans[np.argsort(spans[:, 0], kind="stable")]
-    place = registration_of(plan.registrations, spans[:, 0].astype(np.uint64))
-    touching = (spans[1:, 0] == spans[:-1, 1]) & (place[1:] == place[:-1])
-    first = np.flatnonzero(np.append(True, ~touching))
-    last = np.append(first[1:], len(spans)) - 1
-    begin, end, where = 0, 0, -1
-    for low, high, there in zip(*(a.tolist() for a in (spans[first, 0], spans[last, 1], place[first])), strict=True):
-        if not exact and there == where and high - begin <= longest:
-            end = high
-            continue
-        if where >= 0:
-            yield begin, end
-        begin, end, where = low, high, there
-    yield begin, end
-
-
-def parts(plan: Plan, layers: tuple[int | None, ...], exact: bool) -> list[Part]:
-    """The jobs of some layers, their host side within the pieces."""
-    key = ("parts", layers, exact)
-    if key not in plan.derived:
-        found = pieces(plan, layers, exact)
-        plan.derived[key] = [part for job in jobs(plan, layers) for part in _parts(job, found)]
-    return plan.derived[key]
-
-
-def _parts(job: Job, found: list[Piece]) -> Iterator[Part]:
-    steps = job.host.page, job.host.entries, job.host.entry_bytes
-    begins = np.array([p.begin if (p.page, p.entries, p.entry_bytes) == steps else -1 for p in found])
-    ends = begins + np.array([p.nbytes for p in found])
-    low = job.host.starts.astype(np.int64)[:, None]
-    high = low + int(job.offsets[0].max()) + job.run
-    inside = (begins >= 0) & (begins <= low) & (high <= ends)
-    if not inside.any(axis=1).all():
-        raise RuntimeError("a run of the plan lies in no piece of host memory")
-    at = inside.argmax(axis=1)
-    sizes = np.array([p.nbytes for p in found])[at]
-    for size in np.unique(sizes):
-        mine = sizes == size
-        device = replace(job.device, starts=job.device.starts[mine])
-        offsets = low[mine, 0] - begins[at[mine]]
-        yield Part(tuple(at[mine].tolist()), offsets, int(size), device, job.loops, job.run)

@@ -112,9 +112,9 @@ class HostBuffers:
 
     @property
     def device_ptrs(self) -> dict[str, torch.Tensor]:
-        """`data_ptrs` as a device sees them."""
+        """`data_ptrs` as a device sees them; 0 where it has no address for them."""
         return {
-            name: torch.tensor([self._device_address(int(p)) for p in pointers.tolist()], dtype=torch.uint64)
+            name: torch.tensor([self._device_address(int(p)) or 0 for p in pointers.tolist()], dtype=torch.uint64)
             for name, pointers in self.data_ptrs.items()
         }
 
@@ -128,7 +128,7 @@ class HostBuffers:
         ]
         return sorted(ranges, key=lambda r: r.begin)
 
-    def _device_address(self, address: int) -> int:
+    def _device_address(self, address: int) -> int | None:
         if not address:
             return 0  # a view without elements lies nowhere
         for block in self._blocks:

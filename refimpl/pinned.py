@@ -20,11 +20,15 @@ from refimpl.cudart import cudart
 
 
 class Registrar(Protocol):
-    """What pins memory. Raises on failure; `device_address` is the address that a device uses for a host address."""
+    """What pins memory. Raises on failure.
+
+    `device_address` is the address that a device uses for a host address; None where it has none and only the copy
+    engine can reach the memory.
+    """
 
     def register(self, address: int, nbytes: int) -> None: ...
     def unregister(self, address: int) -> None: ...
-    def device_address(self, address: int) -> int: ...
+    def device_address(self, address: int) -> int | None: ...
 
 
 class Block:
@@ -36,8 +40,8 @@ class Block:
         self._registrar = registrar
         self._undo = weakref.finalize(self, _unregister, registrar, chunks)
 
-    def device_address(self, address: int) -> int:
-        """The address under which a device reaches `address`; the same one for pageable memory."""
+    def device_address(self, address: int) -> int | None:
+        """The address under which a device reaches `address`, if it has one; the same one for pageable memory."""
         return self._registrar.device_address(address) if self._registrar else address
 
     def close(self) -> None:
@@ -88,6 +92,9 @@ def chunk_ranges(address: int, nbytes: int, piece_bytes: int, limit: int | None)
         yield address + start, min(step, nbytes - start)
 
 
+NOT_SUPPORTED = 801  # cudaErrorNotSupported
+
+
 class CudaRegistrar:
     """Pins memory for CUDA devices."""
 
@@ -99,19 +106,22 @@ class CudaRegistrar:
     def unregister(self, address: int) -> None:
         self._call("cudaHostUnregister", address)
 
-    def device_address(self, address: int) -> int:
+    def device_address(self, address: int) -> int | None:
         """Usually the same. Not where a device cannot use the host's addresses (upstream issue 40232)."""
-        alias = ctypes.c_void_p()
-        self._call("cudaHostGetDevicePointer", ctypes.byref(alias), ctypes.c_void_p(address), 0, where=address)
-        return alias.value or 0
+        alias, library = ctypes.c_void_p(), cudart()
+        error = library.handle.cudaHostGetDevicePointer(ctypes.byref(alias), ctypes.c_void_p(address), 0)
+        if error == NOT_SUPPORTED:
+            library.handle.cudaGetLastError()
+            return None
+        library.check(error, f"cudaHostGetDevicePointer at {address:#x}")
+        return alias.value
 
     @staticmethod
-    def _call(function: str, *arguments: Any, where: int = 0) -> None:
+    def _call(function: str, address: int, *arguments: Any) -> None:
         torch.cuda.init()
-        first = ctypes.c_void_p(arguments[0]) if isinstance(arguments[0], int) else arguments[0]
         library = cudart()
-        error = getattr(library.handle, function)(first, *arguments[1:])
-        library.check(error, f"{function} at {where or arguments[0]:#x}")
+        error = getattr(library.handle, function)(ctypes.c_void_p(address), *arguments)
+        library.check(error, f"{function} at {address:#x}")
 
 
 def _unregister(registrar: Registrar | None, chunks: list[tuple[int, int]]) -> None:

@@ -76,23 +76,27 @@ class Move:
         pages, entries = np.divmod(items, self.entries)
         return pages * side.page + entries * self.entry_bytes
 
-    def loop_offsets(self) -> tuple[np.ndarray, np.ndarray]:
-        """Bytes from an item's start to each of its runs, host and device."""
-        host = device = np.zeros(1, np.int64)
-        for loop in self.loops:
-            steps = np.arange(loop.count, dtype=np.int64)
-            host = (host[:, None] + steps * loop.host).reshape(-1)
-            device = (device[:, None] + steps * loop.device).reshape(-1)
-        return host, device
+
+def loop_offsets(loops: tuple[Loop, ...]) -> tuple[np.ndarray, np.ndarray]:
+    """Bytes from an item's start to each of its runs, host and device."""
+    host = device = np.zeros(1, np.int64)
+    for loop in loops:
+        steps = np.arange(loop.count, dtype=np.int64)
+        host = (host[:, None] + steps * loop.host).reshape(-1)
+        device = (device[:, None] + steps * loop.device).reshape(-1)
+    return host, device
 
 
 @dataclass(frozen=True)
 class Registration:
-    """Host memory from `begin` to `end` that a device reaches at `alias` (upstream issue 40232: not always `begin`)."""
+    """Host memory from `begin` to `end` that a device reaches at `alias` (upstream issue 40232: not always `begin`).
+
+    Where it has no address there (None), only plain copies can reach it.
+    """
 
     begin: int
     end: int
-    alias: int
+    alias: int | None
 
 
 @dataclass(frozen=True)
@@ -119,7 +123,7 @@ class Plan:
     ) -> Iterator[tuple[np.ndarray, np.ndarray, int]]:
         """Addresses of every run, as arrays `(host, device)` with the bytes of each, per layer and move."""
         for _, move, at in self.select(layers):
-            host_in_item, device_in_item = move.loop_offsets()
+            host_in_item, device_in_item = loop_offsets(move.loops)
             host = move.host.starts[at] + move.offsets(move.host, host_items)
             device = move.device.starts[at] + move.offsets(move.device, device_items)
             yield (

@@ -20,6 +20,8 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+BATCHED = "batch"  # the call that takes many copies
+
 POISON = 0xDB
 ALIGNMENT = 256  # of device memory
 
@@ -78,8 +80,11 @@ class Runtime(Protocol):
         """Let a tensor's memory be, also when its owner lets go of it, until the caller's stream has come this far."""
         ...
 
-    def copy(self, stream: Stream, to: np.ndarray, source: np.ndarray, nbytes: np.ndarray) -> str:
-        """Copies between host and device addresses (uint64), in no order; returns by which call."""
+    def copy(self, stream: Stream, to: np.ndarray, source: np.ndarray, nbytes: np.ndarray, no_batches: str = "") -> str:
+        """Copies between host and device addresses (uint64), in no order; returns by which call.
+
+        no_batches  why each must be a call of its own, if so
+        """
         ...
 
     def launch(self, stream: Stream, kernel: str, blocks: int, arguments: np.ndarray) -> None:
@@ -104,6 +109,24 @@ class Completion:
         self.event.synchronize()
         if self.verdict:
             self.verdict()
+
+
+class Pending:
+    """The last event of every stream that was given work: what a pool must wait for before it lets go of its memory."""
+
+    def __init__(self) -> None:
+        self._events: dict[Stream, Event] = {}
+        self._lock = threading.Lock()
+
+    def add(self, stream: Stream, event: Event) -> None:
+        with self._lock:
+            self._events = {s: e for s, e in self._events.items() if not e.query()} | {stream: event}
+
+    def wait(self) -> None:
+        with self._lock:
+            events, self._events = self._events, {}
+        for event in events.values():
+            event.synchronize()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -220,7 +243,7 @@ class QueueRuntime:
 
     # ---- work
 
-    def copy(self, stream: Stream, to: np.ndarray, source: np.ndarray, nbytes: np.ndarray) -> str:
+    def copy(self, stream: Stream, to: np.ndarray, source: np.ndarray, nbytes: np.ndarray, no_batches: str = "") -> str:
         """One operation for the whole batch, its copies in any order."""
         copies = list(zip(to.tolist(), source.tolist(), nbytes.tolist(), strict=True))
         self._random.shuffle(copies)
@@ -230,7 +253,7 @@ class QueueRuntime:
                 ctypes.memmove(*copy)
 
         self.submit(run, stream)
-        return "batch"
+        return f"one by one: {no_batches}" if no_batches else BATCHED
 
     def launch(self, stream: Stream, kernel: str, blocks: int, arguments: np.ndarray) -> None:
         self.submit(lambda: self._launcher(kernel, blocks, self.threads, arguments), stream)

@@ -12,7 +12,7 @@ from kernels_cupy import auto
 from kernels_cupy.auto import BACKENDS, BUILT_IN, Load, explain, predicted
 from kernels_cupy.copy_engine import count_descriptors, descriptors
 from kernels_cupy.jobs import runs_and_bytes
-from kernels_cupy.staged import pieces
+from kernels_cupy.pieces import pieces
 from refimpl import DevicePool, HostPool, presets, slots_of
 from refimpl.transfer import Transfer
 from verify.test_emulation import on_the_device

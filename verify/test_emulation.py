@@ -19,19 +19,12 @@ from hypothesis import strategies as st
 
 from kernels_cupy import emu
 from kernels_cupy.copy_engine import merged
-from kernels_cupy.jobs import (
-    End,
-    Shape,
-    completion,
-    device_addresses,
-    launches,
-    place,
-    registration_of,
-    widest_word,
-)
+from kernels_cupy.jobs import End, device_addresses, registration_of
+from kernels_cupy.launches import Shape, launches, widest_word
+from kernels_cupy.lists import completion, place
+from kernels_cupy.pieces import Piece
 from kernels_cupy.runtimes import emulated
 from kernels_cupy.specs import CHECK_INDICES, KERNELS, MAX_STARTS, SIDE, SOURCES, Kernel
-from kernels_cupy.staged import Piece
 from refimpl import DevicePool, HostPool, oracle, presets, slots_of
 from refimpl.indices import Items, Unchecked, check, check_pair
 from refimpl.plan import Loop, Registration

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from refimpl import LAYOUTS, Component, HostPool, PoolSpec, Segment, byte_offset, oracle, presets, support
 from refimpl.geometry import UNITS
 from refimpl.layout import Buffer
-from refimpl.plan import plan
+from refimpl.plan import loop_offsets, plan
 from verify import properties  # noqa: F401 - chooses how hard to try
 from verify.guarded import GuardedDevice
 from verify.reported import POISON, poison, raw, slots, whole
@@ -427,7 +427,7 @@ def test_the_runs_of_a_plan_are_the_bytes_of_the_oracle(layout: str, direction: 
 def test_no_two_runs_of_a_page_could_be_one(layout: str, data: st.DataObject) -> None:
     case = data.draw(cases(layout))
     for move in plan(case.host, case.device.pool).moves:
-        host, device = move.loop_offsets()
+        host, device = loop_offsets(move.loops)
         pairs = set(zip(host.tolist(), device.tolist(), strict=True))
         assert len(pairs) == move.runs_per_item
         joined = [(a, b) for a, b in pairs if (a + move.run, b + move.run) in pairs]

@@ -403,16 +403,65 @@ class Elsewhere(HostMemory):
             yield self.device_address(address) - self.there.data_ptr(), nbytes
 
 
+class Unreachable:
+    """Registers anything, and has no address for it on the device."""
+
+    def register(self, address: int, nbytes: int) -> None:
+        pass
+
+    def unregister(self, address: int) -> None:
+        pass
+
+    def device_address(self, address: int) -> None:
+        return None
+
+
 def watch(queue: QueueRuntime, monkeypatch: pytest.MonkeyPatch) -> list[tuple[np.ndarray, ...]]:
     """Every batch of copies: destinations, sources, bytes."""
     copy, batches = queue.copy, []
 
-    def watched(stream: object, *batch: np.ndarray) -> str:
+    def watched(stream: object, *batch: np.ndarray, no_batches: str) -> str:
         batches.append(batch)
-        return copy(stream, *batch)
+        return copy(stream, *batch, no_batches=no_batches)
 
     monkeypatch.setattr(queue, "copy", watched)
     return batches
+
+
+@every_direction
+@every_layout
+@pytest.mark.parametrize("backend", ["direct", "staged", "auto"])
+def test_memory_without_an_address_on_the_device_is_reached_by_plain_copies(
+    backend: str, layout: str, direction: str, queue: QueueRuntime
+) -> None:
+    """B07"""
+    host = HostPool(SPEC, layout, 6, backend, memory=HostMemory(Unreachable()), platform="emulated", staging_pages=4)
+    twin, device, right_device = reported.host_pool(SPEC, layout, 6), DevicePool(SPEC, 6), DevicePool(SPEC, 6)
+    for pool in (device, right_device):
+        reported.fill(pool, {"k": reported.K, "v": reported.V})
+    lists = slots_of([5, 0, 3], 4), slots_of([1, 4, 2], 4)
+    reported.poison(host)
+    if direction == "backup":
+        receipt = host.backup(device, *lists)
+        oracle.backup(twin, right_device, *lists)
+    else:
+        oracle.backup(host, device, *lists)
+        oracle.backup(twin, right_device, *lists)
+        for pool in (device, right_device):
+            reported.poison(pool)
+        receipt = host.load_all(device, *lists)
+        oracle.load(twin, right_device, *lists)
+    receipt.wait()
+    assert reported.crc(host.kv_buffer) == reported.crc(twin.kv_buffer)
+    assert [reported.layer_crc(device, c) for c in "kv"] == [reported.layer_crc(right_device, c) for c in "kv"]
+    assert ("one by one" in receipt.path) == ("direct" in receipt.path)
+
+
+def test_a_kernel_refuses_memory_without_an_address_on_the_device() -> None:
+    """B07"""
+    host = HostPool(SPEC, "page_first", 6, "kernel", memory=HostMemory(Unreachable()), platform="emulated")
+    with pytest.raises(ValueError, match="has no address on the device: use backend 'direct'"):
+        host.backup(DevicePool(SPEC, 6), slots_of([1], 4), slots_of([2], 4))
 
 
 one_or_many = pytest.mark.parametrize("one_distance", [True, False], ids=["one distance", "many distances"])
@@ -537,8 +586,10 @@ def copies(cuda: FakeCuda, version: int = 13000, driver: int = 13000) -> Copies:
     return Copies(Library(cuda, version, driver))  # pyright: ignore[reportArgumentType]
 
 
-def addresses(count: int) -> list[np.ndarray]:
-    return [np.arange(count, dtype=np.uint64) + first for first in (1000, 2000, 1)]
+def addresses(count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Destinations, sources and bytes of some copies."""
+    numbers = np.arange(count, dtype=np.uint64)
+    return numbers + 1000, numbers + 2000, numbers + 1
 
 
 @pytest.mark.parametrize(
@@ -583,6 +634,14 @@ def test_one_attribute_applies_to_any_number_of_copies(version: int) -> None:
     assert (count.value, first._obj.value, attributes.value) == (50_000, 0, 1)
 
 
+def test_memory_without_an_address_on_the_device_is_copied_piece_by_piece() -> None:
+    """B07: no alias exists, so neither kernels nor the batched call may be given one."""
+    cuda = FakeCuda()
+    said = copies(cuda).submit(77, *addresses(2), no_batches="host memory at 0x7f has no address on the device")
+    assert said == "one by one: host memory at 0x7f has no address on the device"
+    assert [name for name, _ in cuda.calls] == ["plain"] * 2
+
+
 @pytest.mark.parametrize(("driver", "what"), [(13000, "a batch of 2 copies"), (12070, "a copy of 1 bytes")])
 def test_an_error_is_told_in_cudas_words_and_taken_back(driver: int, what: str) -> None:
     """B08: what is left in the context would be blamed on whoever comes next."""
@@ -595,7 +654,11 @@ def test_an_error_is_told_in_cudas_words_and_taken_back(driver: int, what: str) 
 def test_a_receipt_tells_when_copies_went_one_by_one(queue: QueueRuntime, monkeypatch: pytest.MonkeyPatch) -> None:
     """B08"""
     copy = queue.copy
-    monkeypatch.setattr(queue, "copy", lambda *batch: copy(*batch) and "one by one: driver 12070 has no batched copy")
+
+    def plain(*batch: Any, no_batches: str) -> str:
+        return copy(*batch) and "one by one: driver 12070 has no batched copy"
+
+    monkeypatch.setattr(queue, "copy", plain)
     receipt = Ends("direct", "page_first_direct", "backup").submit()
     receipt.wait()
     assert receipt.path == "direct (one by one: driver 12070 has no batched copy)"
@@ -608,12 +671,12 @@ def fail_once(queue: QueueRuntime, monkeypatch: pytest.MonkeyPatch, call: str, n
     """Let the `number`th launch or copy from now on raise, before it does anything."""
     done, function = 0, getattr(queue, call)
 
-    def called(*arguments: Any) -> Any:
+    def called(*arguments: Any, **named: Any) -> Any:
         nonlocal done
         done += 1
         if done == number:
             raise RuntimeError(f"this {call} fails")
-        return function(*arguments)
+        return function(*arguments, **named)
 
     monkeypatch.setattr(queue, call, called)
 

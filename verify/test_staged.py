@@ -14,8 +14,9 @@ import pytest
 import torch
 
 from kernels_cupy import copy_engine
+from kernels_cupy.pieces import joined
 from kernels_cupy.runtimes import emulated
-from kernels_cupy.staged import Staged, joined
+from kernels_cupy.staged import Staged
 from refimpl import LAYOUTS, DevicePool, HostMemory, HostPool, PoolSpec, oracle, presets, slots_of, support
 from refimpl.plan import Plan, Registration
 from refimpl.receipt import Receipt
@@ -217,6 +218,18 @@ def test_a_closed_pool_has_nothing_under_way(backend: str, direction: str) -> No
         assert same(destination, pools.expected(direction))
 
 
+def test_a_buffer_is_not_used_before_those_are_done_who_had_its_memory() -> None:
+    """An allocator hands memory on in order of the stream that it was taken on, here the one the pool was made on."""
+    queue, done = emulated(), []
+    with queue.stream("maker"):
+        queue.submit(lambda: done.append("the memory's last reader"))
+        pools = Pools("staged")
+    with queue.stream("caller"):
+        receipt = pools.host.backup(pools.device, slots_of([4], 8), slots_of([1], 8))
+    receipt.wait()
+    assert done == ["the memory's last reader"]
+
+
 def test_a_closed_buffer_is_refused() -> None:
     pools = Pools("staged")
     transfer = pools.host.prepare(pools.device, slots_of([1], 8), slots_of([2], 8), "load")
@@ -383,9 +396,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Stream, int]]:
     found: list[tuple[Stream, int]] = []
     copy = emulated().copy
 
-    def told(stream: Stream, to: np.ndarray, source: np.ndarray, nbytes: np.ndarray) -> str:
+    def told(stream: Stream, to: np.ndarray, source: np.ndarray, nbytes: np.ndarray, no_batches: str) -> str:
         found.append((stream, len(nbytes)))
-        return copy(stream, to, source, nbytes)
+        return copy(stream, to, source, nbytes, no_batches)
 
     monkeypatch.setattr(emulated(), "copy", told)
     return found

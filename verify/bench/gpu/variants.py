@@ -16,7 +16,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from kernels_cupy.jobs import Shape, completion, jobs, launches, mapped, place, runs_and_bytes
+from kernels_cupy.jobs import jobs, mapped, runs_and_bytes
+from kernels_cupy.launches import Shape, launches
+from kernels_cupy.lists import completion, place
 from kernels_cupy.runtimes import runtime
 from refimpl import DevicePool, Receipt, UnsupportedPairing, plan
 from refimpl.geometry import NO_LAYER

@@ -1,0 +1,96 @@
+"""Index lists of a transfer in device memory; those that lie there already are checked there."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from kernels_cupy.specs import CHECK_INDICES
+from refimpl.indices import Items, Pages, Unchecked
+from refimpl.runtime import Completion, Runtime, Stream
+
+INDICES_OF_A_BLOCK = 8192
+
+
+@dataclass(eq=False)
+class Placed:
+    """Index lists of a transfer in device memory, as addresses of page numbers.
+
+    fault    int32 that the device sets to 1 when a list that it checks is wrong; None: all were checked on the host
+    uploads  index tensors that were sent there, until a receipt has told so
+    """
+
+    host: int
+    device: int
+    fault: torch.Tensor | None
+    uploads: int
+    unchecked: list[Unchecked]
+    kept: list[torch.Tensor] = field(default_factory=list)
+
+    def tell_uploads(self) -> int:
+        told, self.uploads = self.uploads, 0
+        return told
+
+    @property
+    def fault_address(self) -> int:
+        return 0 if self.fault is None else self.fault.data_ptr()
+
+    def verdict(self) -> None:
+        """Raise what is wrong with a list that the device refused."""
+        if self.fault is not None and int(self.fault.view(torch.int32)[0]):
+            for pages in self.unchecked:
+                pages.check()
+            raise ValueError("an index list was refused by the device, and has been changed since: nothing was moved")
+
+
+def place(runtime: Runtime, stream: Stream, items: Items, sides: tuple[str, ...]) -> Placed:
+    """Bring the lists of some sides to the device, once for all runs of a transfer on the caller's stream."""
+    key: Hashable = sides, stream
+    if key not in items.placed:
+        items.placed[key] = _place(runtime, items, sides)
+    return items.placed[key]
+
+
+def _place(runtime: Runtime, items: Items, sides: tuple[str, ...]) -> Placed:
+    lists: dict[str, Pages] = {side: getattr(items, side) for side in sides}
+    here = {side: pages for side, pages in lists.items() if isinstance(pages, np.ndarray)}
+    placed = Placed(0, 0, None, len(here), items.unchecked)
+    if here:
+        placed.kept.append(runtime.upload(np.concatenate([*here.values()])))
+        first = placed.kept[0].data_ptr()
+        for at, side in enumerate(here):
+            setattr(placed, side, first + 8 * at * len(items))
+    if items.unchecked:
+        placed.fault = runtime.upload(np.zeros(1, np.int32))
+    for pages in items.unchecked:
+        numbers = _check_there(runtime, pages, placed)
+        if pages.side in sides:
+            setattr(placed, pages.side, numbers)
+    return placed
+
+
+def _check_there(runtime: Runtime, pages: Unchecked, placed: Placed) -> int:
+    """Check a list on the device; returns the address of the page numbers it stands for."""
+    assert placed.fault is not None
+    numbers = runtime.empty(8 * len(pages))
+    placed.kept.append(numbers)
+    arguments = np.zeros((), CHECK_INDICES)
+    if pages.unique:
+        placed.kept.append(runtime.upload(np.zeros(-(-pages.num_pages // 32), np.uint32)))
+        arguments["claimed"] = placed.kept[-1].data_ptr()
+    arguments["indices"], arguments["pages"] = pages.indices.data_ptr(), numbers.data_ptr()
+    arguments["fault"], arguments["count"] = placed.fault.data_ptr(), pages.indices.numel()
+    arguments["page_size"], arguments["num_pages"] = pages.page_size, pages.num_pages
+    arguments["index_bytes"] = pages.indices.dtype.itemsize
+    blocks = -(-pages.indices.numel() // INDICES_OF_A_BLOCK)
+    runtime.launch(runtime.current(), "check_indices", min(blocks, 32), arguments)
+    runtime.keep(pages.indices)
+    return numbers.data_ptr()
+
+
+def completion(runtime: Runtime, stream: Stream, placed: Placed) -> Completion:
+    """An event after all that a stream was given so far, and the verdict on lists that the device checks."""
+    return Completion(runtime.record(stream), None if placed.fault is None else placed.verdict)
