@@ -48,8 +48,12 @@ class Staged:
             raise ValueError(f"staging_pages must be at least {HALVES}, one page a half; got {pages}")
         self._runtime = runtime(setup.platform)
         self.half_bytes = pages // HALVES * page_bytes
-        setup.book(HALVES * self.half_bytes)
-        self._buffer: torch.Tensor | None = self._runtime.empty(HALVES * self.half_bytes)
+        self._give_back = setup.book(HALVES * self.half_bytes)
+        try:
+            self._buffer: torch.Tensor | None = self._runtime.empty(HALVES * self.half_bytes)
+        except BaseException:
+            self._give_back()
+            raise
         # Passed when a half may be written (again): who had this memory before may still be at work on it.
         self._free = [self._runtime.record(self._runtime.current())] * HALVES
         self._turn = 0
@@ -71,6 +75,7 @@ class Staged:
         for event in self._free:
             event.synchronize()
         self._buffer = None
+        self._give_back()
 
     def _backup(self, plan: Plan, layers: Layers, items: Items) -> Receipt:
         """Gather on the caller's stream, copy on ours; the caller's goes on when the last copy is done."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from functools import partial
+from collections.abc import Callable
+from functools import cache, partial
 
 import torch
 
@@ -60,13 +61,15 @@ class HostPool(HostBuffers):
             raise UnsupportedPairing(f"pool {spec.name!r} with layout {layout!r} and backend {backend!r}: {missing}")
         if num_pages < 0:
             raise ValueError(f"pool {spec.name!r}: num_pages must not be negative, got {num_pages}")
-        booked: list[tuple[Budget, int]] = []
-        self._give_back = weakref.finalize(self, _release, booked, spec.name)
+        booked: list[Callable[[], None]] = []
+        self._give_back = weakref.finalize(self, _call_all, booked)
 
-        def book(budget: Budget | None, nbytes: int) -> None:
-            if budget:
-                budget.book(spec.name, nbytes)
-                booked.append((budget, nbytes))
+        def book(budget: Budget | None, nbytes: int) -> Callable[[], None]:
+            if budget is None:
+                return lambda: None
+            budget.book(spec.name, nbytes)
+            booked.append(cache(partial(budget.release, spec.name, nbytes)))  # the second call does nothing
+            return booked[-1]
 
         book(budget, num_pages * spec.page_bytes)
         setup = Setup(spec, layout, num_pages, platform, staging_pages, blocks, partial(book, device_budget))
@@ -219,6 +222,6 @@ class HostPool(HostBuffers):
             raise ValueError(f"pool {self.spec.name!r} was built for backend {self.backend!r}, got {io_backend!r}")
 
 
-def _release(booked: list[tuple[Budget, int]], owner: str) -> None:
-    for budget, nbytes in booked:
-        budget.release(owner, nbytes)
+def _call_all(calls: list[Callable[[], None]]) -> None:
+    for call in calls:
+        call()

@@ -782,6 +782,19 @@ def test_staging_is_booked_while_the_pool_is_open() -> None:
     assert budget.available == 10 * SPEC.page_bytes
 
 
+def test_memory_that_cannot_be_had_is_not_booked(queue: QueueRuntime, monkeypatch: pytest.MonkeyPatch) -> None:
+    def none_left(nbytes: int) -> torch.Tensor:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(queue, "empty", none_left)
+    budget = Budget(10 * SPEC.page_bytes)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        host_pool("page_first", "staged", staging_pages=6, device_budget=budget)
+    assert budget.available == budget.total
+    with host_pool("page_first", "auto", staging_pages=6, device_budget=budget):
+        assert budget.available == budget.total
+
+
 def test_too_small_a_budget_leaves_host_and_device_as_they_were() -> None:
     host, device = Budget(100 * SPEC.page_bytes), Budget(SPEC.page_bytes)
     with pytest.raises(MemoryError, match="kv needs"):

@@ -20,7 +20,8 @@ class Setup:
 
     staging_pages  pages that a staging buffer in device memory holds; None: what was measured to be enough
     blocks         blocks of a copy kernel; None: what was measured to be best
-    book           to be asked before device memory is taken; raises if there is none to spare
+    book           to be asked before device memory is taken: raises if there is none to spare, else returns what gives
+                   it back
     """
 
     spec: PoolSpec
@@ -29,7 +30,7 @@ class Setup:
     platform: str = "cpu"
     staging_pages: int | None = None
     blocks: int | None = None
-    book: Callable[[int], None] = lambda nbytes: None
+    book: Callable[[int], Callable[[], None]] = lambda nbytes: lambda: None
 
 
 class Backend(Protocol):
