@@ -5,11 +5,11 @@
 # MODEL= PAGES=       for `make run`: other models, more pages
 # NB=path             for `make notebooks`: this notebook only
 # ARGS=               for `make bench`, `make bench-gpu` and `make lab`: passed on
-# DEVICE=h200         for `make verify-gpu` and `make bench-gpu`: folder of data/results that keeps what they find
+# DEVICE=h200         for `make verify-gpu` and `make bench-gpu`: folder of data/results, if not named after the GPU
 
 PYTHON ?= python3
 ENV ?=
-DEVICE ?= h200
+DEVICE ?= $(shell $(PY) -c "import torch; print(torch.cuda.get_device_name().split()[-1].lower())")
 TOOLS := memcheck initcheck synccheck
 
 ifeq ($(ENV),current)

@@ -1,6 +1,6 @@
 """Backend `auto`: for every transfer, the backend that a table measured on this device says is the fastest.
 
-Rates depend on how many bytes lie together (a run for `kernel` and `direct`, a page's piece for `staged`) and on the
+Times depend on how many bytes lie together (a run for `kernel` and `direct`, a page's piece for `staged`) and on the
 direction. `calibrate.py` measures them; without a table of this device and driver the one of an H200 serves.
 """
 
@@ -43,7 +43,7 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Load:
+class Demand:
     """What a transfer asks of a backend: bytes that cross the bus, in contiguous pieces of `each` bytes on average."""
 
     nbytes: int
@@ -62,7 +62,8 @@ class Auto:
                 continue
             try:
                 self._backends[name] = backend(setup)
-            except (MemoryError, RuntimeError) as failure:  # a staging buffer that cannot be had, say
+            except (MemoryError, torch.OutOfMemoryError, ImportError) as failure:
+                # A staging buffer that cannot be had, a kernel that does not compile.
                 self._refused[name] = str(failure)
         if not self._backends:
             raise ImportError(f"none of {', '.join(BACKENDS)} can be used here: {self._refused}")
@@ -85,8 +86,8 @@ class Auto:
             elif unread:
                 found.append(Candidate(name, reason=f"the {unread[0]} indices stay on the device"))
             else:
-                load = LOADS[name](plan, layers, items, direction)
-                found.append(Candidate(name, predicted(self._table["backends"][name][direction], load)))
+                demand = DEMANDS[name](plan, layers, items, direction)
+                found.append(Candidate(name, predicted(self._table["backends"][name][direction], demand)))
         return sorted(found, key=lambda candidate: candidate.seconds)
 
     def execute(self, plan: Plan, layers: tuple[int | None, ...], items: Items, direction: str) -> Receipt:
@@ -99,41 +100,50 @@ class Auto:
             backend.close()
 
 
-def predicted(rates: dict[str, Any], load: Load) -> float:
-    """Seconds, from rates between the sizes that were measured."""
-    sizes, speeds = zip(*rates["gb_per_s"], strict=True)
-    speed = float(np.interp(np.log2(load.each), np.log2(sizes), speeds))
-    return rates["latency_s"] + load.nbytes / speed / 1e9
+def predicted(rates: dict[str, Any], demand: Demand) -> float:
+    """Seconds: a latency, and for every piece as long as pieces of its size take.
+
+    Between sizes that were measured a piece's time is interpolated. A shorter one takes as long as the shortest (the
+    cost of a descriptor, say), a longer one passes at the rate of the longest.
+    """
+    sizes, speeds = (np.array(column, float) for column in zip(*rates["gb_per_s"], strict=True))
+    seconds = sizes / speeds / 1e9
+    piece = np.interp(min(demand.each, sizes[-1]), sizes, seconds) * max(demand.each / sizes[-1], 1)
+    return rates["latency_s"] + demand.nbytes / demand.each * float(piece)
 
 
-def _runs(plan: Plan, layers: tuple[int | None, ...], items: Items, direction: str) -> Load:
+def _runs(plan: Plan, layers: tuple[int | None, ...], items: Items, direction: str) -> Demand:
     found = jobs(plan, layers)
     nbytes = sum(job.runs_per_item * job.run for job in found) * len(items)
-    return Load(nbytes, nbytes / (sum(job.runs_per_item for job in found) * len(items)))
+    return Demand(nbytes, nbytes / (sum(job.runs_per_item for job in found) * len(items)))
 
 
-def _descriptors(plan: Plan, layers: tuple[int | None, ...], items: Items, direction: str) -> Load:
+def _descriptors(plan: Plan, layers: tuple[int | None, ...], items: Items, direction: str) -> Demand:
     nbytes = _runs(plan, layers, items, direction).nbytes
-    return Load(nbytes, nbytes / count_descriptors(plan, layers, items))
+    return Demand(nbytes, nbytes / count_descriptors(plan, layers, items))
 
 
-def _pieces(plan: Plan, layers: tuple[int | None, ...], items: Items, direction: str) -> Load:
+def _pieces(plan: Plan, layers: tuple[int | None, ...], items: Items, direction: str) -> Demand:
     found = pieces(plan, layers, exact=direction == "backup")
     nbytes = sum(piece.nbytes for piece in found)
-    return Load(nbytes * len(items), nbytes / len(found))
+    return Demand(nbytes * len(items), nbytes / len(found))
 
 
-LOADS = {"kernel": _runs, "direct": _descriptors, "staged": _pieces}
+DEMANDS = {"kernel": _runs, "direct": _descriptors, "staged": _pieces}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-@cache
 def table(platform: str) -> dict[str, Any]:
     """Rates of this device, or of an H200 if it was not calibrated."""
     path = table_path() if platform == "cuda" else BUILT_IN
-    return json.loads((path if path.exists() else BUILT_IN).read_text(encoding="utf-8"))
+    return _read(path if path.exists() else BUILT_IN)
+
+
+@cache
+def _read(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text(encoding="utf-8"))
 
 
 def table_path() -> Path:

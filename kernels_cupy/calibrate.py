@@ -1,18 +1,17 @@
 """Measure this device for backend `auto`: how fast each backend moves pieces of each size, in either direction.
 
 `python -m kernels_cupy.calibrate` takes a few seconds and leaves a table in the user's cache folder, which `auto` finds
-by device, driver and kernels. Figures are device times: of everything queued behind a stream that is held meanwhile.
+by device, driver and kernels. Transfers are submitted one after the other, and what each one more takes is what
+counts: the bus or the host that feeds it, whichever is slower.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +25,11 @@ from refimpl.geometry import Component, PoolSpec
 from refimpl.host_pool import HostPool
 from refimpl.indices import slots_of
 from refimpl.pinned import Block, CudaRegistrar, HostMemory
-from refimpl.receipt import Receipt
 from refimpl.support import DIRECTIONS, MEMORY
+from refimpl.transfer import Transfer
 
 KIB, MIB = 1 << 10, 1 << 20
-HOLD_CYCLES = 80_000_000  # some 40 ms
+IN_A_ROW = 4
 
 
 @dataclass(frozen=True)
@@ -55,8 +54,8 @@ SIZES = tuple(k * KIB for k in (1, 4, 8, 16, 24, 32, 48, 64, 96, 128, 512, 4096)
 # For `kernel` and `direct` a piece is a run, for `staged` what a page has in one place.
 PROBES = {
     "kernel": Probe("layer_first", 1, (128, 256, 512, KIB, 2 * KIB, 8 * KIB, 64 * KIB, 512 * KIB), 1 << 17),
-    "direct": Probe("layer_first", 1, SIZES, 1 << 16),
-    "staged": Probe("page_first", 4, SIZES, 1 << 16),
+    "direct": Probe("layer_first", 1, SIZES, 1 << 13),
+    "staged": Probe("page_first", 4, SIZES, 1 << 13),
 }
 
 
@@ -74,7 +73,7 @@ class Reused(HostMemory):
         self._block.close()
 
 
-def measure(platform: str = "cuda", payload: int = 256 * MIB, samples: int = 2) -> dict[str, Any]:
+def measure(platform: str = "cuda", payload: int = 256 * MIB) -> dict[str, Any]:
     """The table: {"backends": {backend: {direction: {"latency_s": …, "gb_per_s": [[bytes of a piece, GB/s], …]}}}}."""
     memory = Reused(
         payload + max(max(p.sizes) for p in PROBES.values()), CudaRegistrar() if platform == "cuda" else None
@@ -82,10 +81,10 @@ def measure(platform: str = "cuda", payload: int = 256 * MIB, samples: int = 2) 
     backends: dict[str, Any] = {}
     try:
         for name, probe in PROBES.items():
-            rates: dict[str, Any] = {d: {"latency_s": 0.0, "gb_per_s": []} for d in DIRECTIONS}
+            rates: dict[str, Any] = {d: {"latency_s": float("inf"), "gb_per_s": []} for d in DIRECTIONS}
             for piece in probe.sizes:
-                for direction, latency, speed in _speeds(name, probe, piece, platform, payload, samples, memory):
-                    rates[direction]["latency_s"] = latency
+                for direction, latency, speed in _speeds(name, probe, piece, platform, payload, memory):
+                    rates[direction]["latency_s"] = min(rates[direction]["latency_s"], latency)
                     rates[direction]["gb_per_s"].append([piece, round(speed, 3)])
             backends[name] = rates
     finally:
@@ -95,7 +94,7 @@ def measure(platform: str = "cuda", payload: int = 256 * MIB, samples: int = 2) 
 
 
 def _speeds(
-    name: str, probe: Probe, piece: int, platform: str, payload: int, samples: int, memory: HostMemory
+    name: str, probe: Probe, piece: int, platform: str, payload: int, memory: HostMemory
 ) -> Iterator[tuple[str, float, float]]:
     """Direction, seconds of a transfer of one page, GB/s of many."""
     spec = probe.spec(piece)
@@ -107,31 +106,21 @@ def _speeds(
         for direction in DIRECTIONS:
             all_pages = host.prepare(device, there, here, direction)
             one_page = host.prepare(device, there[:1], here[:1], direction)
-            latency = _seconds([one_page.run] * samples, platform)
-            taken = _seconds([all_pages.run] * samples, platform)
-            yield direction, latency, (pages - 1) * piece / (taken - latency) / 1e9
+            one_page.run().wait()
+            latency = _seconds(one_page, 1)
+            each = (_seconds(all_pages, IN_A_ROW) - _seconds(all_pages, 1)) / (IN_A_ROW - 1)
+            yield direction, latency, pages * piece / max(each, 1e-9) / 1e9
 
 
-def _seconds(runs: Sequence[Callable[[], Receipt]], platform: str) -> float:
-    """Median of the runs' times, after one to warm up: on the device, or by the clock where there is none."""
-    runs[0]().wait()
-    if platform != "cuda":
-        return statistics.median(_by_the_clock(run) for run in runs)
-    torch.cuda.synchronize()
-    torch.cuda._sleep(HOLD_CYCLES)  # until everything is submitted
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(len(runs) + 1)]
-    events[0].record()
-    for run, event in zip(runs, events[1:], strict=True):
-        run()
-        event.record()
-    torch.cuda.synchronize()
-    return statistics.median(a.elapsed_time(b) / 1e3 for a, b in pairwise(events))
-
-
-def _by_the_clock(run: Callable[[], Receipt]) -> float:
-    begin = time.perf_counter()
-    run().wait()
-    return time.perf_counter() - begin
+def _seconds(transfer: Transfer, count: int) -> float:
+    """From the first of `count` transfers until all are complete; the better of two."""
+    taken = []
+    for _ in range(2):
+        begin = time.perf_counter()
+        receipts = [transfer.run() for _ in range(count)]
+        receipts[-1].wait()
+        taken.append(time.perf_counter() - begin)
+    return min(taken)
 
 
 def main() -> None:

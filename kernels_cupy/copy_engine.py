@@ -26,6 +26,7 @@ Descriptors = tuple[np.ndarray, np.ndarray, np.ndarray]  # host and device addre
 class CopyEngine:
     def __init__(self, setup: Setup) -> None:
         self._runtime = runtime(setup.platform)
+        self._streams = {direction: self._runtime.stream() for direction in ("backup", "load")}
         self._pending = Pending()
 
     def stays(self, side: str, indices: torch.Tensor) -> bool:
@@ -37,7 +38,7 @@ class CopyEngine:
     def execute(self, plan: Plan, layers: tuple[int | None, ...], items: Items, direction: str) -> Receipt:
         host, device, nbytes = descriptors(plan, layers, items)
         caller = self._runtime.current()
-        with_batches = caller if self._runtime.batchable(caller) else self._runtime.private("direct")
+        with_batches = caller if self._runtime.batchable(caller) else self._streams[direction]
         if with_batches is not caller:
             self._runtime.wait(with_batches, self._runtime.record(caller))
         to, source = (host, device) if direction == "backup" else (device, host)

@@ -34,21 +34,25 @@ class CudaRuntime:
             raise ImportError(f"CuPy cannot be imported ({missing}); it launches the kernels") from missing
         self._cupy: Any = cupy
         self._copies = Copies()
-        self._private: dict[tuple[str, int], torch.cuda.Stream] = {}
         self._cupy_streams: dict[tuple[int, int], Any] = {}
         self._pinned = PinnedRing(PINNED_BYTES)
         self._one_at_a_time = threading.Lock()
+
+    def compile(self) -> None:
+        for kernel in KERNELS:
+            try:
+                for instance in kernel.instances:
+                    _function(instance)
+            except self._cupy.cuda.compiler.CompileException as failure:
+                raise ImportError(f"{kernel.file} does not compile:\n{failure}") from failure
 
     # ---- streams
 
     def current(self) -> torch.cuda.Stream:
         return torch.cuda.current_stream()
 
-    def private(self, purpose: str) -> torch.cuda.Stream:
-        key = purpose, torch.cuda.current_device()
-        if key not in self._private:
-            self._private[key] = torch.cuda.Stream()
-        return self._private[key]
+    def stream(self) -> torch.cuda.Stream:
+        return torch.cuda.Stream()
 
     def batchable(self, stream: Stream) -> bool:
         """The batched copy returns an error on the legacy default stream (vLLM issue 46345)."""
@@ -76,6 +80,10 @@ class CudaRuntime:
             target.copy_(source, non_blocking=True)
             self._pinned.in_use_until(self.record(self.current()))
         return target
+
+    def download(self, stream: Stream, tensor: torch.Tensor) -> torch.Tensor:
+        with torch.cuda.stream(stream):
+            return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
 
     def holds(self, tensor: torch.Tensor) -> bool:
         return tensor.is_cuda

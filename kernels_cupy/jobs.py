@@ -107,10 +107,13 @@ def out_of_reach(plan: Plan) -> str:
     return f"host memory at {without[0].begin:#x} has no address on the device" if without else ""
 
 
-def mapped(plan: Plan, end: End) -> End:
-    """An end in host memory as the device sees it, unless its kernel will look up every address."""
+def require_reach(plan: Plan) -> None:
     if out_of_reach(plan):
         raise ValueError(f"{out_of_reach(plan)}: use backend 'direct', or 'staged' with index lists on the host")
+
+
+def mapped(plan: Plan, end: End) -> End:
+    """An end in host memory as the device sees it, unless its kernel will look up every address."""
     if not plan.registrations or not one_offset(plan.registrations):
         return end
     return replace(end, starts=device_addresses(plan.registrations, end.starts))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
@@ -38,9 +39,9 @@ class Placed:
     def fault_address(self) -> int:
         return 0 if self.fault is None else self.fault.data_ptr()
 
-    def verdict(self) -> None:
-        """Raise what is wrong with a list that the device refused."""
-        if self.fault is not None and int(self.fault.view(torch.int32)[0]):
+    def raise_if(self, fault: torch.Tensor) -> None:
+        """Raise what is wrong with a list, if the device says so (bytes of its int32)."""
+        if fault.any():
             for pages in self.unchecked:
                 pages.check()
             raise ValueError("an index list was refused by the device, and has been changed since: nothing was moved")
@@ -92,5 +93,11 @@ def _check_there(runtime: Runtime, pages: Unchecked, placed: Placed) -> int:
 
 
 def completion(runtime: Runtime, stream: Stream, placed: Placed) -> Completion:
-    """An event after all that a stream was given so far, and the verdict on lists that the device checks."""
-    return Completion(runtime.record(stream), None if placed.fault is None else placed.verdict)
+    """An event after all that a stream was given so far, and the verdict on lists that the device checks.
+
+    The verdict comes to the host in order of the stream: whoever waits does not wait for anything else.
+    """
+    if placed.fault is None:
+        return Completion(runtime.record(stream))
+    told = runtime.download(stream, placed.fault)
+    return Completion(runtime.record(stream), partial(placed.raise_if, told))

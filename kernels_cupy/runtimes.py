@@ -20,13 +20,12 @@ def emulated() -> QueueRuntime:
     """A CUDA device made of CPU memory; threads run in another order at every launch."""
     from kernels_cupy import emu
 
-    emu.prepare()
     orders = itertools.cycle(range(5))
 
     def launch(instance: str, blocks: int, threads: int, arguments: np.ndarray) -> None:
         emu.launch(instance, blocks, threads, arguments, next(orders))
 
-    return QueueRuntime(launch)
+    return QueueRuntime(launch, emu.prepare)
 
 
 @cache

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from kernels_cupy.jobs import jobs, mapped, one_offset, runs_and_bytes, table_of
+from kernels_cupy.jobs import jobs, mapped, one_offset, require_reach, runs_and_bytes, table_of
 from kernels_cupy.launches import Launch, launches, shape_for
 from kernels_cupy.lists import completion, place
 from kernels_cupy.runtimes import runtime
@@ -25,8 +25,11 @@ BLOCKS = ((2048, 4), (512, 8), (0, 16))
 
 
 class SmCopy:
+    launches_kernels = True
+
     def __init__(self, setup: Setup) -> None:
         self._runtime = runtime(setup.platform)
+        self._runtime.compile()
         self._blocks = setup.blocks
         self._pending = Pending()
 
@@ -56,6 +59,7 @@ class SmCopy:
         """Worked out once; a table of registrations is brought to the device in order of a stream, and so again."""
         key = "launches", layers, direction, None if one_offset(plan.registrations) else self._runtime.current()
         if key not in plan.derived:
+            require_reach(plan)
             table = table_of(self._runtime, plan.registrations)
             plan.derived[key] = (
                 table,

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from kernels_cupy.copy_engine import merged, submit
-from kernels_cupy.jobs import End, device_addresses, mapped, out_of_reach, runs_and_bytes, table_of
+from kernels_cupy.jobs import End, device_addresses, mapped, out_of_reach, require_reach, runs_and_bytes, table_of
 from kernels_cupy.launches import Launch, launches, shape_for
 from kernels_cupy.lists import Placed, completion, place
 from kernels_cupy.pieces import Piece, parts, pieces
@@ -26,7 +26,7 @@ from refimpl.backends.protocol import Setup
 from refimpl.indices import Items
 from refimpl.plan import Plan
 from refimpl.receipt import Receipt
-from refimpl.runtime import Stream
+from refimpl.runtime import Stream, synchronize_all
 
 HALVES = 2
 
@@ -40,6 +40,8 @@ Layers = tuple[int | None, ...]
 
 
 class Staged:
+    launches_kernels = True
+
     def __init__(self, setup: Setup) -> None:
         pages, page_bytes = setup.staging_pages, setup.spec.page_bytes
         if pages is None:
@@ -47,6 +49,8 @@ class Staged:
         if pages < HALVES:
             raise ValueError(f"staging_pages must be at least {HALVES}, one page a half; got {pages}")
         self._runtime = runtime(setup.platform)
+        self._runtime.compile()
+        self._streams = {direction: self._runtime.stream() for direction in ("backup", "load")}
         self.half_bytes = pages // HALVES * page_bytes
         self._give_back = setup.book(HALVES * self.half_bytes)
         try:
@@ -66,31 +70,29 @@ class Staged:
         self._lists(self._runtime.current(), items, direction)
 
     def execute(self, plan: Plan, layers: Layers, items: Items, direction: str) -> Receipt:
-        if self._buffer is None:
-            raise ValueError("the staging buffer is closed")
         with self._one_at_a_time:
+            if self._buffer is None:
+                raise ValueError("the staging buffer is closed")
             return self._backup(plan, layers, items) if direction == "backup" else self._load(plan, layers, items)
 
     def close(self) -> None:
-        for event in self._free:
-            event.synchronize()
-        self._buffer = None
-        self._give_back()
+        with self._one_at_a_time:
+            try:
+                synchronize_all(self._free)
+            finally:
+                self._buffer = None
+                self._give_back()
 
     def _backup(self, plan: Plan, layers: Layers, items: Items) -> Receipt:
         """Gather on the caller's stream, copy on ours; the caller's goes on when the last copy is done."""
-        caller, copies = self._runtime.current(), self._runtime.private("staged")
+        caller, copies = self._runtime.current(), self._streams["backup"]
         lists = self._lists(caller, items, "backup")
         chunks = self._chunks(plan, layers, items, "backup")
         kernels = 0
         with self._joined(caller, copies):
             for chunk in chunks:
                 self._runtime.wait(caller, self._free[chunk.half])
-                for launch in self._relayout(plan, layers, "backup", chunk.half):
-                    launch.submit(
-                        self._runtime, caller, 0, lists.device + 8 * chunk.first, chunk.count, lists.fault_address
-                    )
-                    kernels += 1
+                kernels += self._relayout(plan, layers, "backup", chunk, lists, caller)
                 if items.unchecked:
                     kernels += self._rescue(plan, layers, chunk, lists, caller)
                 self._runtime.wait(copies, self._runtime.record(caller))
@@ -100,7 +102,7 @@ class Staged:
 
     def _load(self, plan: Plan, layers: Layers, items: Items) -> Receipt:
         """Copy on our stream, which begins where the caller's has come to; scatter on the caller's."""
-        caller, copies = self._runtime.current(), self._runtime.private("staged")
+        caller, copies = self._runtime.current(), self._streams["load"]
         lists = self._lists(caller, items, "load")
         chunks = self._chunks(plan, layers, items, "load")
         kernels = 0
@@ -110,11 +112,7 @@ class Staged:
                 self._runtime.wait(copies, self._free[chunk.half])
                 submit(self._runtime, copies, chunk.staging, chunk.host, chunk.nbytes, out_of_reach(plan))
                 self._runtime.wait(caller, self._runtime.record(copies))
-                for launch in self._relayout(plan, layers, "load", chunk.half):
-                    launch.submit(
-                        self._runtime, caller, 0, lists.device + 8 * chunk.first, chunk.count, lists.fault_address
-                    )
-                    kernels += 1
+                kernels += self._relayout(plan, layers, "load", chunk, lists, caller)
                 self._free[chunk.half] = self._runtime.record(caller)
         return self._receipt(plan, layers, len(items), chunks, kernels, lists, caller)
 
@@ -179,8 +177,16 @@ class Staged:
         sizes = np.array([piece.nbytes for piece in found], np.int64)
         return self._buffer.data_ptr() + most * (np.cumsum(sizes) - sizes)
 
-    def _relayout(self, plan: Plan, layers: Layers, direction: str, half: int) -> list[Launch]:
-        """Between a half and the device pool; worked out once."""
+    def _relayout(self, plan: Plan, layers: Layers, direction: str, chunk: Chunk, lists: Placed, caller: Stream) -> int:
+        """Between a half and the device pool, if the device has nothing against the lists; returns the launches."""
+        made = self._launches(plan, layers, direction, chunk.half)
+        for launch in made:
+            at = lists.device + 8 * chunk.first
+            launch.submit(self._runtime, caller, 0, at, chunk.count, lists.fault_address)
+        return len(made)
+
+    def _launches(self, plan: Plan, layers: Layers, direction: str, half: int) -> list[Launch]:
+        """Those of a half, worked out once."""
         key = "relayout", layers, direction, half
         if key not in plan.derived:
             found = pieces(plan, layers, exact=direction == "backup")
@@ -201,6 +207,7 @@ class Staged:
         Copies cannot be called off by the device, and the host does not wait for its verdict. So they bring the host's
         own bytes back to it.
         """
+        require_reach(plan)
         found = pieces(plan, layers, exact=True)
         table = table_of(self._runtime, plan.registrations)
         begins = self._begins(found, self.half_bytes // sum(piece.nbytes for piece in found))

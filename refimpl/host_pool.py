@@ -56,9 +56,6 @@ class HostPool(HostBuffers):
         only_cuda = "cpu" not in BACKENDS.get(backend, ("cpu",))
         platform = platform or ("cuda" if only_cuda and torch.cuda.is_available() else "cpu")
         self.paths = require(spec, layout, backend, platform, profile)
-        missing = registry.unavailable(backend, platform)
-        if missing:
-            raise UnsupportedPairing(f"pool {spec.name!r} with layout {layout!r} and backend {backend!r}: {missing}")
         if num_pages < 0:
             raise ValueError(f"pool {spec.name!r}: num_pages must not be negative, got {num_pages}")
         booked: list[Callable[[], None]] = []
@@ -73,15 +70,23 @@ class HostPool(HostBuffers):
 
         book(budget, num_pages * spec.page_bytes)
         setup = Setup(spec, layout, num_pages, platform, staging_pages, blocks, partial(book, device_budget))
-        self._mover = registry.make(backend, setup)
+        try:
+            self._mover = registry.make(backend, setup)
+        except ImportError as missing:
+            raise UnsupportedPairing(
+                f"pool {spec.name!r} with layout {layout!r} and backend {backend!r}: {missing}"
+            ) from missing
         self._finish = weakref.finalize(self, self._mover.close)
         self.backend, self.profile, self.platform = backend, profile, platform
         # For each device pool, plans by kind of item and the addresses that they were made for.
         self._plans: weakref.WeakKeyDictionary[DevicePool, dict[bool, tuple[tuple[int, ...], Plan]]]
         self._plans = weakref.WeakKeyDictionary()
         pinned = platform == "cuda" and "cpu" not in BACKENDS[backend]
+        self._gpu = torch.cuda.current_device() if pinned else None
         memory = memory or HostMemory(CudaRegistrar() if pinned else None)
         super().__init__(spec, layout, num_pages, memory, registration_limit)
+        for block in self._blocks:
+            block.close_after(self._mover.close)
         if pinned:
             self._require_pinned()
         self.can_use_jit, self.can_use_write_back_jit = capabilities(spec, layout, platform, profile).values()
@@ -158,6 +163,8 @@ class HostPool(HostBuffers):
             raise ValueError(f"direction must be one of {tuple(self.paths)}, got {direction!r}")
         if device.device.type != MEMORY[self.platform]:
             require(self.spec, self.layout, self.backend, device.device.type, self.profile)
+        if self.platform == "cuda" and self.backend != "torch":
+            self._require_current_gpu(device, host_indices, device_indices)
         unit = self.page_size
         host_items, device_items = self.num_pages, device.num_pages
         if single_entries:
@@ -197,10 +204,12 @@ class HostPool(HostBuffers):
 
     def close(self) -> None:
         """Wait for copies under way, undo registrations, let go of the memory, give the budget back. Idempotent."""
-        self._finish()
-        super().close()
-        self._plans.clear()  # a plan keeps the memory alive
-        self._give_back()
+        try:
+            self._finish()
+        finally:
+            super().close()
+            self._plans.clear()  # a plan keeps the memory alive
+            self._give_back()
 
     destroy = close
 
@@ -216,6 +225,18 @@ class HostPool(HostBuffers):
         if pageable:
             self.close()
             raise ValueError(f"pool {self.spec.name!r}: backend {self.backend!r} needs pinned memory on a GPU")
+
+    def _require_current_gpu(self, device: DevicePool, *lists: Indices) -> None:
+        """Streams and memory are those of the current GPU; a pool has its streams and staging where it was made."""
+        here = torch.cuda.current_device()
+        used = [("the pool was made on", self._gpu), ("the device pool lies on", device.device.index)]
+        used += [("an index list lies on", t.device.index) for t in lists if t is not None and t.is_cuda]
+        for what, index in used:
+            if index not in (None, here):
+                raise ValueError(
+                    f"pool {self.spec.name!r}: {what} cuda:{index}, the current GPU is cuda:{here}; "
+                    f"call it inside `with torch.cuda.device({index})`"
+                )
 
     def _require_backend(self, io_backend: str) -> None:
         if io_backend != self.backend:

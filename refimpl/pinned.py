@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -38,7 +38,12 @@ class Block:
         self.tensor = tensor
         self.chunks = chunks
         self._registrar = registrar
-        self._undo = weakref.finalize(self, _unregister, registrar, chunks)
+        self._first: list[Callable[[], None]] = []
+        self._undo = weakref.finalize(self, _close, self._first, registrar, chunks)
+
+    def close_after(self, call: Callable[[], None]) -> None:
+        """Call this before registrations are undone, however that comes about: it waits for whoever uses the memory."""
+        self._first.append(call)
 
     def device_address(self, address: int) -> int | None:
         """The address under which a device reaches `address`, if it has one; the same one for pageable memory."""
@@ -122,6 +127,14 @@ class CudaRegistrar:
         library = cudart()
         error = getattr(library.handle, function)(ctypes.c_void_p(address), *arguments)
         library.check(error, f"{function} at {address:#x}")
+
+
+def _close(first: list[Callable[[], None]], registrar: Registrar | None, chunks: list[tuple[int, int]]) -> None:
+    try:
+        for call in first:
+            call()
+    finally:
+        _unregister(registrar, chunks)
 
 
 def _unregister(registrar: Registrar | None, chunks: list[tuple[int, int]]) -> None:

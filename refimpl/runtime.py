@@ -8,17 +8,20 @@ forgets an event, reuses a buffer early or reads its source at submit is found o
 from __future__ import annotations
 
 import ctypes
+import itertools
 import random
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 import torch
+
+MANY = 16  # events to keep before those that have passed are forgotten
 
 BATCHED = "batch"  # the call that takes many copies
 
@@ -50,8 +53,12 @@ class Runtime(Protocol):
         """The caller's stream."""
         ...
 
-    def private(self, purpose: str) -> Stream:
-        """A stream of our own, the same one for every call with this purpose."""
+    def compile(self) -> None:
+        """Compile every kernel, once. `ImportError` with the compiler's message where one fails."""
+        ...
+
+    def stream(self) -> Stream:
+        """A stream of our own."""
         ...
 
     def batchable(self, stream: Stream) -> bool:
@@ -70,6 +77,10 @@ class Runtime(Protocol):
 
     def upload(self, array: np.ndarray) -> torch.Tensor:
         """A copy in device memory, complete in order of the caller's stream. The host does not wait."""
+        ...
+
+    def download(self, stream: Stream, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy in host memory, complete in order of a stream."""
         ...
 
     def holds(self, tensor: torch.Tensor) -> bool:
@@ -111,6 +122,18 @@ class Completion:
             self.verdict()
 
 
+def synchronize_all(events: Iterable[Event]) -> None:
+    """Wait for every event, also when one fails; then raise what the first one raised."""
+    failures: list[Exception] = []
+    for event in events:
+        try:
+            event.synchronize()
+        except Exception as failure:
+            failures.append(failure)
+    if failures:
+        raise failures[0]
+
+
 class Pending:
     """The last event of every stream that was given work: what a pool must wait for before it lets go of its memory."""
 
@@ -120,13 +143,14 @@ class Pending:
 
     def add(self, stream: Stream, event: Event) -> None:
         with self._lock:
-            self._events = {s: e for s, e in self._events.items() if not e.query()} | {stream: event}
+            self._events[stream] = event
+            if len(self._events) > MANY:  # streams come and go
+                self._events = {s: e for s, e in self._events.items() if not e.query()}
 
     def wait(self) -> None:
         with self._lock:
             events, self._events = self._events, {}
-        for event in events.values():
-            event.synchronize()
+        synchronize_all(events.values())
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -157,18 +181,24 @@ class QueueRuntime:
     """A device without hardware: everything waits in queues until somebody waits for it.
 
     launcher  runs a kernel on the CPU: (instance, blocks, threads, arguments)
+    compiler  compiles what the launcher will run
     seed      of the order in which streams take turns and descriptors of a batch are copied
     """
 
     threads = 32
 
-    def __init__(self, launcher: Launcher, seed: int = 0) -> None:
-        self._launcher = launcher
+    def __init__(self, launcher: Launcher, compiler: Callable[[], None] = lambda: None, seed: int = 0) -> None:
+        self._launcher, self.compile = launcher, compiler
         self._random = random.Random(seed)
+        self._streams = itertools.count()
         self._queues: dict[Hashable, deque[Operation]] = {}
         self._held: set[int] = set()  # addresses of storages
         self._lock = threading.RLock()
         self._here = threading.local()
+
+    def reseed(self, seed: int) -> None:
+        """Another order, or the same one again."""
+        self._random.seed(seed)
 
     # ---- streams
 
@@ -176,7 +206,7 @@ class QueueRuntime:
         return getattr(self._here, "stream", "default")
 
     @contextmanager
-    def stream(self, name: str) -> Iterator[None]:
+    def on(self, name: str) -> Iterator[None]:
         """Make a stream the caller's."""
         before, self._here.stream = self.current(), name
         try:
@@ -184,8 +214,8 @@ class QueueRuntime:
         finally:
             self._here.stream = before
 
-    def private(self, purpose: str) -> Stream:
-        return f"private {purpose}"
+    def stream(self) -> Stream:
+        return f"private {next(self._streams)}"
 
     def batchable(self, stream: Stream) -> bool:
         return stream != "default"
@@ -234,6 +264,11 @@ class QueueRuntime:
         address = memory.data_ptr()
         self.submit(lambda: ctypes.memmove(address, held.ctypes.data, held.nbytes))
         return memory
+
+    def download(self, stream: Stream, tensor: torch.Tensor) -> torch.Tensor:
+        copy = torch.full_like(tensor, POISON)
+        self.submit(lambda: copy.copy_(tensor), stream)
+        return copy
 
     def holds(self, tensor: torch.Tensor) -> bool:
         return tensor.untyped_storage().data_ptr() in self._held

@@ -16,7 +16,6 @@ class Transfer:
 
     plan  asked at every run: it fails once the pool is closed, and follows device buffers that were moved.
 
-
     Side states, which have no layer, come with the first run of a load, before any layer, and are written last by a
     backup.
     """

@@ -91,7 +91,7 @@ def record(command: list[str], logs: Sequence[Path], commit: str | None, pytest:
     source = provenance(command, 0, commit) | {"gpu": gpu()}
     sanitizers = [sanitized(log) for log in logs]
     began = time.perf_counter()
-    parallel = ["-n", "auto", "--maxprocesses", "8", "--dist", "worksteal"] if find_spec("xdist") else []
+    parallel = ["-n", "auto", "--maxprocesses", "14", "--dist", "worksteal"] if find_spec("xdist") else []
     cases = run_tests(f"--ignore={ALONE}", *parallel, *pytest) + run_tests(ALONE, *pytest)
     tests = counted(cases)
     return {

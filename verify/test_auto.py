@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from kernels_cupy import auto
-from kernels_cupy.auto import BACKENDS, BUILT_IN, Load, explain, predicted
+from kernels_cupy.auto import BACKENDS, BUILT_IN, Demand, explain, predicted
 from kernels_cupy.copy_engine import count_descriptors, descriptors
 from kernels_cupy.jobs import runs_and_bytes
 from kernels_cupy.pieces import pieces
+from kernels_cupy.specs import HASH
 from refimpl import DevicePool, HostPool, presets, slots_of
 from refimpl.transfer import Transfer
 from verify.test_emulation import on_the_device
@@ -82,10 +83,19 @@ def test_only_auto_explains() -> None:
         explain(host.prepare(DevicePool(SPEC, 9), slots_of([1], 4), slots_of([2], 4), "load"))
 
 
-@pytest.mark.parametrize(("each", "gb_per_s"), [(1, 10.0), (1024, 10.0), (2048, 20.0), (4096, 30.0), (2**30, 30.0)])
-def test_rates_between_measured_sizes_lie_between_them(each: int, gb_per_s: float) -> None:
+@pytest.mark.parametrize(
+    ("each", "seconds"),
+    [
+        (512, 2 / 10),  # a shorter piece takes as long, and there are twice as many
+        (1024, 1 / 10),
+        (2560, (102.4 + 4096 / 30) / 2 / 2560),  # half-way between 102.4 and 136.5 ns
+        (4096, 1 / 30),
+        (2**30, 1 / 30),
+    ],
+)
+def test_a_piece_between_measured_sizes_takes_a_time_between_theirs(each: int, seconds: float) -> None:
     rates: dict[str, Any] = {"latency_s": 1e-3, "gb_per_s": [[1024, 10.0], [4096, 30.0]]}
-    assert predicted(rates, Load(10**9, each)) == pytest.approx(1e-3 + 1 / gb_per_s)
+    assert predicted(rates, Demand(10**9, each)) == pytest.approx(1e-3 + seconds)
 
 
 @pytest.mark.parametrize("layout", ["layer_first", "page_first", "page_first_direct", "page_head", "page_unified"])
@@ -97,16 +107,18 @@ def test_loads_are_what_the_backends_submit(layout: str, pages: tuple[int, ...])
     made = descriptors(plan, layers, items)[2]
     assert int(made.sum()) == nbytes == len(items) * SPEC.page_bytes
     assert count_descriptors(plan, layers, items) == len(made)
-    loads = {name: auto.LOADS[name](plan, layers, items, "load") for name in BACKENDS}
-    assert loads["kernel"] == Load(nbytes, nbytes / runs)
-    assert loads["direct"] == Load(nbytes, nbytes / len(made))
+    loads = {name: auto.DEMANDS[name](plan, layers, items, "load") for name in BACKENDS}
+    assert loads["kernel"] == Demand(nbytes, nbytes / runs)
+    assert loads["direct"] == Demand(nbytes, nbytes / len(made))
     found = pieces(plan, layers, exact=False)
     assert loads["staged"].each == pytest.approx(sum(piece.nbytes for piece in found) / len(found))
     assert loads["staged"].nbytes == sum(piece.nbytes for piece in found) * len(items)
 
 
 def test_the_built_in_table_rates_every_backend_in_both_directions() -> None:
-    rates = json.loads(BUILT_IN.read_text(encoding="utf-8"))["backends"]
+    content = json.loads(BUILT_IN.read_text(encoding="utf-8"))
+    assert (content["device"], content["kernels"]) == ("NVIDIA H200", HASH), "calibrate again on an H200"
+    rates = content["backends"]
     assert set(rates) == set(BACKENDS)
     for way in (rates[name][direction] for name in BACKENDS for direction in ("backup", "load")):
         sizes, speeds = zip(*way["gb_per_s"], strict=True)

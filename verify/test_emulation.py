@@ -569,7 +569,7 @@ def test_a_wrong_list_is_told_with_every_layer(backend: str) -> None:
 def test_a_list_that_is_written_just_before_the_transfer_is_read_then(backend: str, direction: str) -> None:
     """In order of the caller's stream, by whoever makes lists on a GPU."""
     for seed in range(5):
-        emulated()._random.seed(seed)
+        emulated().reseed(seed)
         scene = Scene(backend, direction)
         scene.move(scene.at[0], on_the_device(scene.at[1]))
         scene.expect()
@@ -580,9 +580,9 @@ def test_a_list_that_is_written_just_before_the_transfer_is_read_then(backend: s
 def test_a_list_may_be_forgotten_once_the_transfer_is_submitted(backend: str) -> None:
     """Its memory belongs to another stream, which hands it out again as soon as nobody holds it."""
     for seed in range(5):
-        emulated()._random.seed(seed)
+        emulated().reseed(seed)
         scene = Scene(backend, "backup")
-        with emulated().stream("of lists"):
+        with emulated().on("of lists"):
             indices = on_the_device(scene.at[1], complete=True)
         scene.host.backup(scene.device.pool, scene.at[0], indices)
         del indices
@@ -618,7 +618,7 @@ def test_nothing_runs_before_somebody_waits_and_no_more_than_is_needed() -> None
 def test_streams_take_turns_in_every_order_but_those_that_events_forbid() -> None:
     seen: set[str] = set()
     for seed in range(200):
-        queue, ran = QueueRuntime(lambda *_: None, seed), []
+        queue, ran = QueueRuntime(lambda *_: None, seed=seed), []
         queue.submit(lambda ran=ran: ran.append("a"), "one")
         event = queue.record("one")
         queue.submit(lambda ran=ran: ran.append("b"), "one")
@@ -635,7 +635,11 @@ def test_streams_take_turns_in_every_order_but_those_that_events_forbid() -> Non
 def test_copies_of_a_batch_are_done_in_any_order() -> None:
     seen: set[int] = set()
     for seed in range(50):
-        queue, to, source = QueueRuntime(lambda *_: None, seed), np.zeros(1, np.uint8), np.arange(3, dtype=np.uint8)
+        queue, to, source = (
+            QueueRuntime(lambda *_: None, seed=seed),
+            np.zeros(1, np.uint8),
+            np.arange(3, dtype=np.uint8),
+        )
         same, ones = np.full(3, to.ctypes.data, np.uint64), np.ones(3, np.uint64)
         queue.copy("a", same, source.ctypes.data + np.arange(3, dtype=np.uint64), ones)
         queue.synchronize()

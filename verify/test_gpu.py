@@ -609,6 +609,28 @@ def test_scalars_arrive_in_kernels_as_they_were() -> None:
     assert cupy.asnumpy(found).view(three).tolist() == [(2147483712, -1, 2.0)] * 2
 
 
+def test_waiting_for_a_receipt_is_waiting_for_nothing_else(hold: Hold) -> None:
+    """Whatever the caller's stream is given after the transfer: the device's verdict on a list does not wait for it."""
+    twins = Twins(ways=[("kernel", "page_first")])
+    lists = slots_of(list(range(24)), 16), slots_of(list(range(24)), 16).cuda()
+    submit(twins.hosts[0], twins.device, "backup", *lists).wait()  # kernels are compiled, and memory is at hand
+    with torch.cuda.stream(torch.cuda.Stream()):
+        receipt = submit(twins.hosts[0], twins.device, "backup", *lists)
+        later = hold(400)
+        receipt.wait()
+        assert not later.query()
+    torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("backend", ["direct", "kernel", "staged", "auto"])
+def test_a_pool_is_used_on_the_gpu_that_it_was_made_on(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its streams and its staging are there; elsewhere an address would mean something else."""
+    twins = Twins(ways=[(backend, "page_first")])
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    with pytest.raises(ValueError, match=r"made on cuda:0, the current GPU is cuda:1; call it inside `with torch"):
+        twins.hosts[0].prepare(twins.device, slots_of([1], 16), slots_of([2], 16), "backup")
+
+
 def test_a_launch_that_fails_is_told_and_leaves_the_context_usable() -> None:
     """More blocks than a grid may have."""
     twins, lists = Twins(ways=[("kernel", "page_first")]), (slots_of([5, 0, 3], 16), slots_of([1, 4, 2], 16))

@@ -39,7 +39,7 @@ every_direction = pytest.mark.parametrize("direction", ["backup", "load"])
 def queue(request: pytest.FixtureRequest) -> Iterator[QueueRuntime]:
     """The device, its choices seeded, and nothing left to do afterwards."""
     queue = emulated()
-    queue._random.seed(request.param)
+    queue.reseed(request.param)
     yield queue
     queue.synchronize()
 
@@ -143,7 +143,7 @@ def test_a_transfer_takes_its_turn_on_the_callers_stream(
 ) -> None:
     """The source is being written when the call is made, and overwritten behind it; a reader queues up in between."""
     ends, seen = Ends(backend, layout, direction), []
-    with queue.stream(stream):
+    with queue.on(stream):
         queue.submit(lambda: ends.write(ends.source, ends.content))
         ends.submit()
         queue.submit(lambda: seen.extend(ends.read(ends.to)))
@@ -161,7 +161,7 @@ def test_a_stream_that_waits_for_the_event_sees_the_bytes(
     backend: str, layout: str, direction: str, queue: QueueRuntime
 ) -> None:
     ends, seen = Ends(backend, layout, direction), []
-    with queue.stream("user"):
+    with queue.on("user"):
         queue.submit(lambda: ends.write(ends.source, ends.content))
         receipt = ends.submit()
     queue.wait("other", event_of(receipt))
@@ -187,7 +187,7 @@ def test_index_lists_may_be_dropped_as_soon_as_the_call_returns(
     lists = [slots_of(HOST, 4), slots_of(DEVICE, 4)]
     if lists_on == "device":
         lists = [on_the_device(queue, indices) for indices in lists]
-    with queue.stream("user"):
+    with queue.on("user"):
         ends.host.prepare(ends.device, *lists, direction).run()
     if lists_on == "host":
         for indices in lists:
@@ -241,7 +241,7 @@ def test_two_streams_at_once_never_get_into_each_others_way(
     for turn in range(8):
         for i, stream in enumerate(("one", "two")):
             host, device = (slots_of(8 * i + order.permutation(8), 4) for _ in range(2))
-            with queue.stream(stream):
+            with queue.on(stream):
                 twins.move(("backup", "load")[turn % 2], host, device, at=i % pools)
     queue.synchronize()
     twins.compare()
@@ -268,7 +268,7 @@ def test_a_copied_slot_is_whole_and_a_reader_waits_for_its_layer_only(
 
     names = [c.name for c in spec.components]
     buffers = [device.buffer(name, layer) for name in names for layer in range(6)]
-    with queue.stream("user"):
+    with queue.on("user"):
         early = [transfer.run((layer,)) for layer in range(3)]
         queue.wait("user", gate)
         late = [transfer.run((layer,)) for layer in range(3, 6)]
@@ -296,7 +296,7 @@ def test_closing_a_pool_waits_for_its_copies_on_every_stream(
     kept = tensors_of(twins.hosts[0])
     twins.expect(direction, slots_of([0, 1, 2], 4), slots_of([8, 9, 10], 4))
     for i, stream in enumerate(("one", "two", "three")):
-        with queue.stream(stream):
+        with queue.on(stream):
             twins.hosts[0].prepare(twins.device, slots_of([i], 4), slots_of([i + 8], 4), direction).run()
     twins.hosts[0].close()
     found = [tensor.clone() for tensor in kept], device_tensors(twins.device)
@@ -664,6 +664,68 @@ def test_a_receipt_tells_when_copies_went_one_by_one(queue: QueueRuntime, monkey
     assert receipt.path == "direct (one by one: driver 12070 has no batched copy)"
 
 
+# ---- Pools beside one another
+
+
+@pytest.mark.parametrize("caller", ["default", "user"])
+@every_direction
+def test_a_pool_that_waits_holds_up_nobody_else(caller: str, direction: str, queue: QueueRuntime) -> None:
+    """Copies have streams of their own, for each pool and direction."""
+    waiting, free = (Ends("staged", "page_first", direction) for _ in range(2))
+    back = Ends("staged", "page_first", "load" if direction == "backup" else "backup")
+    for ends in (waiting, free, back):
+        ends.write(ends.source, ends.content)
+    go = QueuedEvent(queue)
+    with queue.on("waiting"):
+        queue.wait("waiting", go)
+        held = waiting.submit()
+    with queue.on(caller):
+        for ends in (free, back):
+            ends.submit().wait()
+            assert equal(ends.read(ends.to), ends.content)
+    assert is_poison(waiting.read(waiting.to))
+    go.passed = True
+    held.wait()
+    assert equal(waiting.read(waiting.to), waiting.content)
+
+
+class Watching:
+    """Registers anything, and looks at a page when a registration is undone."""
+
+    page = torch.zeros(1)
+
+    def __init__(self) -> None:
+        self.seen: list[bool] = []
+
+    def register(self, address: int, nbytes: int) -> None:
+        pass
+
+    def unregister(self, address: int) -> None:
+        self.seen.append(bool((self.page == 0).all()))
+
+    def device_address(self, address: int) -> int:
+        return address
+
+
+@pytest.mark.parametrize("closed_by", ["close", "garbage collection", "a cycle"])
+@every_backend
+def test_memory_is_unregistered_after_the_last_copy(backend: str, closed_by: str, queue: QueueRuntime) -> None:
+    """Pages of zeros come over poison."""
+    registrar, device = Watching(), DevicePool(SPEC, 6)
+    host = host_pool("page_first", backend, memory=HostMemory(registrar))
+    registrar.page = host.layer_view("v", 2)[3]
+    host.backup(device, slots_of([5, 0, 3], 4), slots_of([1, 4, 2], 4))
+    assert is_poison([registrar.page])
+    if closed_by == "close":
+        host.close()
+    elif closed_by == "a cycle":
+        host.cycle = host  # pyright: ignore[reportAttributeAccessIssue]
+    del host
+    gc.collect()
+    assert registrar.seen
+    assert all(registrar.seen)
+
+
 # ---- Errors
 
 
@@ -726,14 +788,14 @@ def test_what_a_failed_transfer_left_behind_does_not_disturb_the_next_one(
         twins = Twins("staged", "page_first")
         for pool in (*twins.hosts, *twins.right_hosts):
             fill.fill_host(pool)
-        with monkeypatch.context() as patch, queue.stream("failing"):
+        with monkeypatch.context() as patch, queue.on("failing"):
             for _ in range(late):
                 queue.submit(lambda: None)
             fail_once(queue, patch, call, 3)
             failing = slots_of([0, 1, 2, 3, 4, 5], 4), slots_of([0, 1, 2, 3, 4, 5], 4)
             with pytest.raises(RuntimeError, match=f"this {call} fails"):
                 twins.hosts[0].prepare(twins.device, *failing, direction).run()
-        with queue.stream("next"):
+        with queue.on("next"):
             twins.move("backup", slots_of([8, 9, 10, 11], 4), slots_of([15, 14, 13, 12], 4))
         queue.synchronize()
         got, right = (fill.host_image(pool, "k", 0)[8:12] for pool in (twins.hosts[0], twins.right_hosts[0]))
@@ -750,15 +812,15 @@ def test_a_failed_transfer_forgets_nobody_elses_use_of_the_staging_buffer(
         twins = Twins("staged", "page_first")
         for pool in (*twins.hosts, *twins.right_hosts):
             fill.fill_host(pool)
-        with queue.stream("before"):
+        with queue.on("before"):
             for _ in range(late):
                 queue.submit(lambda: None)
             twins.move("load", slots_of([12, 13], 4), slots_of([0, 1], 4))
-        with monkeypatch.context() as patch, queue.stream("failing"):
+        with monkeypatch.context() as patch, queue.on("failing"):
             fail_once(queue, patch, call, 1)
             with pytest.raises(RuntimeError, match=f"this {call} fails"):
                 twins.hosts[0].prepare(twins.device, slots_of([3, 4], 4), slots_of([5, 6], 4), direction).run()
-        with queue.stream("next"):
+        with queue.on("next"):
             twins.move("backup", slots_of([8, 9], 4), slots_of([15, 14], 4))
         queue.synchronize()
         got, right = (fill.device_image(pool, "k", 0)[:2] for pool in (twins.device, twins.right_device))
@@ -784,7 +846,7 @@ def test_staging_is_booked_while_the_pool_is_open() -> None:
 
 def test_memory_that_cannot_be_had_is_not_booked(queue: QueueRuntime, monkeypatch: pytest.MonkeyPatch) -> None:
     def none_left(nbytes: int) -> torch.Tensor:
-        raise RuntimeError("out of memory")
+        raise torch.OutOfMemoryError("out of memory")
 
     monkeypatch.setattr(queue, "empty", none_left)
     budget = Budget(10 * SPEC.page_bytes)

@@ -75,6 +75,7 @@ def test_nothing_failed(record: dict[str, Any]) -> None:
 @every_record
 def test_sanitizers_ran_over_every_cell_and_found_nothing(record: dict[str, Any]) -> None:
     cells = len(sanitize.cells("cuda"))
+    assert [run["tool"] for run in record["sanitizers"]] == ["memcheck", "initcheck", "synccheck"], AGAIN
     for run in record["sanitizers"]:
         assert (run["errors"], run["cells"]) == (0, cells), f"{run['tool']}: {AGAIN}"
 

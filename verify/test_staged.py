@@ -123,7 +123,7 @@ def test_a_transfer_lies_between_what_the_caller_did_before_and_does_after(
     pools = Pools(backend)
     rng = np.random.default_rng(count)
     for seed in SEEDS:
-        emulated()._random.seed(seed)
+        emulated().reseed(seed)
         pools.fill(direction)
         written, found = [t.clone() for t in pools.source(direction)], []
         overwrite(pools.source(direction))()
@@ -132,7 +132,7 @@ def test_a_transfer_lies_between_what_the_caller_did_before_and_does_after(
             for tensor, value in zip(pools.source(direction), written, strict=True):
                 tensor.copy_(value)
 
-        with emulated().stream(stream):
+        with emulated().on(stream):
             emulated().submit(write)
             pools.move(direction, *(rng.permutation(PAGES)[:count].tolist() for _ in "hd"))
             emulated().submit(overwrite(pools.source(direction)))
@@ -146,7 +146,7 @@ def test_a_transfer_lies_between_what_the_caller_did_before_and_does_after(
 def test_a_receipt_has_passed_when_the_bytes_are_there(backend: str, direction: str) -> None:
     pools = Pools(backend)
     for seed in SEEDS:
-        emulated()._random.seed(seed)
+        emulated().reseed(seed)
         pools.fill(direction)
         receipt = pools.move(direction, [4, 2, 7, 0, 5], [1, 3, 8, 6, 2])
         assert receipt.event is not None
@@ -170,11 +170,11 @@ def test_transfers_in_a_row_share_the_halves_of_a_buffer(
     first, second = Pools(backend), Pools(backend)
     second.host._mover = first.host._mover
     for seed in SEEDS:
-        emulated()._random.seed(seed)
+        emulated().reseed(seed)
         receipts: list[Receipt] = []
         for pools, direction, stream, count in zip((first, second), directions, streams, counts, strict=True):
             pools.fill(direction)
-            with emulated().stream(stream):
+            with emulated().on(stream):
                 receipts.append(pools.move(direction, list(range(count)), list(range(PAGES - count, PAGES))))
         for receipt in reversed(receipts):
             receipt.wait()
@@ -187,7 +187,7 @@ def test_transfers_in_a_row_share_the_halves_of_a_buffer(
 def test_a_transfer_may_be_run_on_another_stream(backend: str, direction: str) -> None:
     """What was brought to the device for one stream may not have arrived for another."""
     for seed in SEEDS:
-        emulated()._random.seed(seed)
+        emulated().reseed(seed)
         memory = MemoryElsewhere()
         pools = Pools(backend, memory=memory, limit=32 << 10)
         pools.fill(direction)
@@ -196,7 +196,7 @@ def test_a_transfer_may_be_run_on_another_stream(backend: str, direction: str) -
         (oracle.backup if direction == "backup" else oracle.load)(pools.expected_host, pools.expected_device, *at)
         transfer, receipts = pools.host.prepare(pools.device, *at, direction), []
         for stream in ("mine", "yours"):
-            with emulated().stream(stream):
+            with emulated().on(stream):
                 receipts.append(transfer.run())
         receipts[1].wait()
         memory.take()
@@ -208,11 +208,11 @@ def test_a_transfer_may_be_run_on_another_stream(backend: str, direction: str) -
 @on_every_backend
 def test_a_closed_pool_has_nothing_under_way(backend: str, direction: str) -> None:
     for seed in SEEDS:
-        emulated()._random.seed(seed)
+        emulated().reseed(seed)
         pools = Pools(backend)
         pools.fill(direction)
         destination = pools.destination(direction)
-        with emulated().stream("mine"):
+        with emulated().on("mine"):
             pools.move(direction, [4, 2, 7, 0, 5], [1, 3, 8, 6, 2])
         pools.host.close()
         assert same(destination, pools.expected(direction))
@@ -221,10 +221,10 @@ def test_a_closed_pool_has_nothing_under_way(backend: str, direction: str) -> No
 def test_a_buffer_is_not_used_before_those_are_done_who_had_its_memory() -> None:
     """An allocator hands memory on in order of the stream that it was taken on, here the one the pool was made on."""
     queue, done = emulated(), []
-    with queue.stream("maker"):
+    with queue.on("maker"):
         queue.submit(lambda: done.append("the memory's last reader"))
         pools = Pools("staged")
-    with queue.stream("caller"):
+    with queue.on("caller"):
         receipt = pools.host.backup(pools.device, slots_of([4], 8), slots_of([1], 8))
     receipt.wait()
     assert done == ["the memory's last reader"]
@@ -422,7 +422,7 @@ def test_batches_are_short_and_never_on_the_legacy_default_stream(
 
 def test_a_stream_that_takes_batches_gets_them(calls: list[tuple[Stream, int]]) -> None:
     pools = Pools("direct")
-    with emulated().stream("mine"):
+    with emulated().on("mine"):
         pools.move("load", [4, 2], [1, 3]).wait()
     assert {stream for stream, _ in calls} == {"mine"}
 

@@ -31,9 +31,11 @@ def unavailable(name: str, platform: str = "cpu") -> str | None:
     if platform == "cuda" and not torch.cuda.is_available():
         return "no CUDA device is here"
     try:
-        _load(name)
+        backend = _load(name)
         if MODULES[name].startswith(RUNTIMES.split(".")[0]):
-            importlib.import_module(RUNTIMES).runtime(platform)
+            runtime = importlib.import_module(RUNTIMES).runtime(platform)
+            if getattr(backend, "launches_kernels", False):
+                runtime.compile()
     except ImportError as error:
         return f"backend {name!r} cannot be used: {error}"
     return None

@@ -123,7 +123,7 @@ def portions(payload: int, names: tuple[str, ...] = MODELS) -> dict[str, Portion
             lambda *_: (Mover("direct"), Mover("kernel")),
             (payload,),
         ),
-        "variants": Portion(models(names), ("layer_first", *PAGE_MAJOR), lambda *_: VARIANTS, (payload,)),
+        "variants": Portion(models(few), ("layer_first", *PAGE_MAJOR), lambda *_: VARIANTS, (payload,)),
         "matmul": Portion(models(few), PAGE_MAJOR, lambda *_: BESIDE_A_MATMUL, (payload,), interference=True),
     }
 

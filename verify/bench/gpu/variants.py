@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from kernels_cupy.copy_engine import merged
 from kernels_cupy.jobs import jobs, mapped, runs_and_bytes
 from kernels_cupy.launches import Shape, launches
 from kernels_cupy.lists import completion, place
@@ -62,14 +63,16 @@ def memcpy_one_by_one(
 ) -> Callable[[], Receipt]:
     """One driver call for each run of the plan, neighbours merged."""
     host_pages, device_pages = (_pages(slots, host.page_size) for slots in at)
-    layers = (*host.spec.owned_layers, *NO_LAYER)
+    runs = plan(host, device).runs(host_pages, device_pages, (*host.spec.owned_layers, *NO_LAYER))
+    found = [merged(h.astype(np.uint64), d.astype(np.uint64), nbytes, ())[:3] for h, d, nbytes in runs]
+    columns = [np.concatenate(arrays) for arrays in zip(*found, strict=True)]
+    to, source = (0, 1) if direction == "backup" else (1, 0)
+    moves = np.stack([columns[to], columns[source], columns[2]], axis=1).tolist()
+    total = int(columns[2].sum())
 
     def run() -> Receipt:
-        runs = plan(host, device).runs(host_pages, device_pages, layers)
-        merged = np.concatenate([_merged(h, d, nbytes) for h, d, nbytes in runs])
-        to, source = (0, 1) if direction == "backup" else (1, 0)
-        _copy_each(merged[:, [to, source, 2]].tolist(), platform)
-        return Receipt("memcpy one by one", int(merged[:, 2].sum()), len(merged))
+        _copy_each(moves, platform)
+        return Receipt("memcpy one by one", total, len(moves))
 
     return run
 
@@ -77,7 +80,7 @@ def memcpy_one_by_one(
 def words_of_eight_bytes(
     host: HostBuffers, device: DevicePool, at: Indices, direction: str, platform: str
 ) -> Callable[[], Receipt]:
-    """Our kernel as upstream launches its older one: two blocks, words of 8 bytes, a warp an item of each layer."""
+    """Our kernel as upstream launches its older one: two blocks, words of 8 bytes, a warp for every KiB of a run."""
     device_runtime, layers = runtime(platform), host.spec.owned_layers
     stream, made = device_runtime.current(), plan(host, device)
     items = Items(_pages(at[0], host.page_size), _pages(at[1], host.page_size))
@@ -114,18 +117,6 @@ VARIANTS: dict[str, Callable[[HostBuffers, DevicePool, Indices, str, str], Calla
     "memcpy one by one": memcpy_one_by_one,
     "2 blocks of 8-byte words": words_of_eight_bytes,
 }
-
-
-def _merged(host: np.ndarray, device: np.ndarray, nbytes: int) -> np.ndarray:
-    """`(host, device, bytes)` of runs, those that continue each other on both sides made one.
-
-    >>> _merged(np.array([0, 8, 24]), np.array([100, 108, 116]), 8).tolist()
-    [[0, 100, 16], [24, 116, 8]]
-    """
-    breaks = (np.diff(host) != nbytes) | (np.diff(device) != nbytes)
-    first = np.flatnonzero(np.concatenate([[True], breaks]))
-    lengths = np.diff(np.append(first, len(host))) * nbytes
-    return np.stack([host[first], device[first], lengths], axis=1)
 
 
 def _firsts(buffers: HostBuffers) -> list[tuple[int, int]]:
