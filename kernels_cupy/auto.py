@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from kernels_cupy import cache_folder
+from kernels_cupy import CACHE
 from kernels_cupy.copy_engine import CopyEngine, count_descriptors
-from kernels_cupy.jobs import jobs, out_of_reach
+from kernels_cupy.jobs import out_of_reach, runs_and_bytes
 from kernels_cupy.pieces import pieces
 from kernels_cupy.sm_copy import SmCopy
 from kernels_cupy.staged import Staged
@@ -91,13 +91,21 @@ class Auto:
         return sorted(found, key=lambda candidate: candidate.seconds)
 
     def execute(self, plan: Plan, layers: tuple[int | None, ...], items: Items, direction: str) -> Receipt:
-        chosen = self.candidates(plan, layers, items, direction)[0].backend
+        chosen = choice(self.candidates(plan, layers, items, direction))
         receipt = self._backends[chosen].execute(plan, layers, items, direction)
         return replace(receipt, path=f"auto: {receipt.path}")
 
     def close(self) -> None:
         for backend in self._backends.values():
             backend.close()
+
+
+def choice(found: list[Candidate]) -> str:
+    """The first candidate, or `ValueError` if all are out."""
+    if found[0].reason:
+        reasons = "; ".join(f"{candidate.backend}: {candidate.reason}" for candidate in found)
+        raise ValueError(f"no backend can take this transfer ({reasons}); index lists on the host leave more choice")
+    return found[0].backend
 
 
 def predicted(rates: dict[str, Any], demand: Demand) -> float:
@@ -113,9 +121,8 @@ def predicted(rates: dict[str, Any], demand: Demand) -> float:
 
 
 def _runs(plan: Plan, layers: tuple[int | None, ...], items: Items, direction: str) -> Demand:
-    found = jobs(plan, layers)
-    nbytes = sum(job.runs_per_item * job.run for job in found) * len(items)
-    return Demand(nbytes, nbytes / (sum(job.runs_per_item for job in found) * len(items)))
+    runs, nbytes = runs_and_bytes(plan, layers, len(items))
+    return Demand(nbytes, nbytes / runs)
 
 
 def _descriptors(plan: Plan, layers: tuple[int | None, ...], items: Items, direction: str) -> Demand:
@@ -143,7 +150,12 @@ def table(platform: str) -> dict[str, Any]:
 
 @cache
 def _read(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text(encoding="utf-8"))
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as damage:
+        raise ValueError(
+            f"{path} is damaged ({damage}): delete it, or run python -m kernels_cupy.calibrate"
+        ) from damage
 
 
 def table_path() -> Path:
@@ -152,7 +164,7 @@ def table_path() -> Path:
     from refimpl.cudart import cudart
 
     name = f"{torch.cuda.get_device_name()} driver {cudart().driver} kernels {HASH}".replace("/", " ")
-    return cache_folder() / f"{name}.json"
+    return CACHE / f"{name}.json"
 
 
 def explain(transfer: Transfer) -> str:
@@ -161,12 +173,14 @@ def explain(transfer: Transfer) -> str:
     if not isinstance(backend, Auto):
         raise ValueError(f"only backend 'auto' chooses, this transfer goes by {transfer.path!r}")
     plan, layers = transfer.plan(), transfer.layers
+    _, nbytes = runs_and_bytes(plan, layers, len(transfer.items))
+    if not nbytes:
+        return "nothing to move"
     found = backend.candidates(plan, layers, transfer.items, transfer.direction)
-    nbytes = _runs(plan, layers, transfer.items, transfer.direction).nbytes
     lines = [
         f"{c.backend:7} out: {c.reason}"
         if c.reason
         else f"{c.backend:7} {nbytes / c.seconds / 1e9:5.1f} GB/s predicted"
         for c in found
     ]
-    return "\n".join([*lines, f"choice: {found[0].backend}"])
+    return "\n".join([*lines, f"choice: {choice(found)}"])

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from kernels_cupy import cache_folder
 from kernels_cupy.auto import table_path
 from kernels_cupy.specs import HASH
 from refimpl.device_pool import DevicePool
@@ -126,8 +127,10 @@ def _seconds(transfer: Transfer, count: int) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m kernels_cupy.calibrate", description=__doc__)
     parser.add_argument("--out", type=Path, metavar="FILE.json", help="write there, and not into the cache folder")
-    path = parser.parse_args().out or table_path()
-    path.write_text(json.dumps(measure(), indent=1) + "\n", encoding="utf-8")
+    path = parser.parse_args().out or cache_folder() / table_path().name
+    unfinished = path.with_suffix(".unfinished")
+    unfinished.write_text(json.dumps(measure(), indent=1) + "\n", encoding="utf-8")
+    unfinished.replace(path)
     print(path)
 
 

@@ -37,6 +37,7 @@ class Job:
     device: End
     loops: tuple[Loop, ...]
     run: int
+    homes: tuple[tuple[int, int], ...] = ()  # of each layer: the host tensor it lies in, and in which stretch of a page
 
     @cached_property
     def offsets(self) -> tuple[np.ndarray, np.ndarray]:
@@ -70,21 +71,31 @@ def runs_and_bytes(plan: Plan, layers: tuple[int | None, ...], count: int) -> tu
 
 
 def _jobs(plan: Plan, layers: tuple[int | None, ...]) -> Iterator[Job]:
-    alike: dict[tuple[object, ...], tuple[Move, list[int], list[int]]] = {}
+    alike: dict[tuple[object, ...], list[tuple[Move, int]]] = {}
     for move in plan.moves:
-        shape = move.host.page, move.device.page, move.loops, move.run, move.entries, move.entry_bytes
-        _, host, device = alike.setdefault(shape, (move, [], []))
+        shape = move.host.page, move.device.page, move.loops, move.run, move.entries, _entry_bytes(move)
         at = [move.layers.index(layer) for layer in layers if layer in move.layers]
-        host += [move.host.starts[i] for i in at]
-        device += [move.device.starts[i] for i in at]
-    for move, host, device in alike.values():
-        if host:
-            yield Job(
-                End(np.array(host, np.uint64), move.host.page, move.entries, move.entry_bytes),
-                End(np.array(device, np.uint64), move.device.page, move.entries, move.entry_bytes),
-                move.loops,
-                move.run,
+        alike.setdefault(shape, []).extend((move, i) for i in at)
+    for found in filter(None, alike.values()):
+        move = found[0][0]
+        host, device = (
+            End(np.array(starts, np.uint64), side.page, move.entries, _entry_bytes(move))
+            for side, starts in (
+                (move.host, [m.host.starts[i] for m, i in found]),
+                (move.device, [m.device.starts[i] for m, i in found]),
             )
+        )
+        yield Job(host, device, move.loops, move.run, tuple(_home(m, i) for m, i in found))
+
+
+def _entry_bytes(move: Move) -> int:
+    """Nothing where a page is one entry: there is no next one to go to."""
+    return move.entry_bytes if move.entries > 1 else 0
+
+
+def _home(move: Move, at: int) -> tuple[int, int]:
+    begin = move.host.tensors[at].data_ptr()
+    return begin, (move.host.starts[at] - begin) // max(move.host.page, 1)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -103,8 +114,7 @@ def one_offset(registrations: tuple[Registration, ...]) -> bool:
 
 def out_of_reach(plan: Plan) -> str:
     """Why kernels cannot reach the host's memory, or nothing."""
-    without = [r for r in plan.registrations if r.alias is None]
-    return f"host memory at {without[0].begin:#x} has no address on the device" if without else ""
+    return "host memory has no address on the device" if any(r.alias is None for r in plan.registrations) else ""
 
 
 def require_reach(plan: Plan) -> None:

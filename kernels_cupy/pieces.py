@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from kernels_cupy.jobs import End, Job, jobs, registration_of
+from kernels_cupy.jobs import End, Job, jobs
 from refimpl.plan import Loop, Plan
 
 
@@ -51,33 +51,32 @@ def pieces(plan: Plan, layers: tuple[int | None, ...], exact: bool) -> list[Piec
 
 
 def _pieces(plan: Plan, layers: tuple[int | None, ...], exact: bool) -> Iterator[Piece]:
-    strides: dict[tuple[int, int, int], list[np.ndarray]] = {}
+    """Runs of one home and stride together: those of another component may lie next to it, and are another piece."""
+    groups: dict[tuple[int, int, int, tuple[int, int]], list[np.ndarray]] = {}
     for job in jobs(plan, layers):
-        begins = (job.host.starts[:, None] + job.offsets[0]).reshape(-1).astype(np.int64)
-        steps = job.host.page, job.host.entries, job.host.entry_bytes
-        strides.setdefault(steps, []).append(np.stack([begins, begins + job.run], axis=1))
-    for (page, entries, entry_bytes), spans in strides.items():
+        begins = (job.host.starts[:, None] + job.offsets[0]).astype(np.int64)
+        for row, home in zip(begins, job.homes, strict=True):
+            key = job.host.page, job.host.entries, job.host.entry_bytes, home
+            groups.setdefault(key, []).append(np.stack([row, row + job.run], axis=1))
+    for (page, entries, entry_bytes, _), spans in groups.items():
         longest = entry_bytes if entries > 1 else page
-        for begin, end in joined(np.concatenate(spans), longest, exact, plan):
+        for begin, end in joined(np.concatenate(spans), longest, exact):
             yield Piece(begin, end - begin, page, entries, entry_bytes)
 
 
-def joined(spans: np.ndarray, longest: int, exact: bool, plan: Plan) -> Iterator[tuple[int, int]]:
-    """Spans `[begin, end)` of one registration joined up to a length: all that fit, or (`exact`) those that touch."""
+def joined(spans: np.ndarray, longest: int, exact: bool) -> Iterator[tuple[int, int]]:
+    """Spans `[begin, end)` joined up to a length: all that fit, or (`exact`) those that touch."""
     spans = spans[np.argsort(spans[:, 0], kind="stable")]
-    place = registration_of(plan.registrations, spans[:, 0].astype(np.uint64))
-    touching = (spans[1:, 0] == spans[:-1, 1]) & (place[1:] == place[:-1])
-    first = np.flatnonzero(np.append(True, ~touching))
+    first = np.flatnonzero(np.append(True, spans[1:, 0] != spans[:-1, 1]))
     last = np.append(first[1:], len(spans)) - 1
-    begin, end, where = 0, 0, -1
-    for low, high, there in zip(*(a.tolist() for a in (spans[first, 0], spans[last, 1], place[first])), strict=True):
-        if not exact and there == where and high - begin <= longest:
+    begin, end = spans[first[0], 0], spans[last[0], 1]
+    for low, high in zip(spans[first[1:], 0].tolist(), spans[last[1:], 1].tolist(), strict=True):
+        if not exact and high - begin <= longest:
             end = high
             continue
-        if where >= 0:
-            yield begin, end
-        begin, end, where = low, high, there
-    yield begin, end
+        yield int(begin), int(end)
+        begin, end = low, high
+    yield int(begin), int(end)
 
 
 def parts(plan: Plan, layers: tuple[int | None, ...], exact: bool) -> list[Part]:

@@ -48,7 +48,7 @@ class SmCopy:
                 launch.submit(self._runtime, stream, placed.host, placed.device, len(items), placed.fault_address)
         finally:  # some may be on their way even if another one failed
             done = completion(self._runtime, stream, placed)
-            self._pending.add(stream, done.event)
+            self._pending.add(stream, done.event, plan)
         runs, nbytes = runs_and_bytes(plan, layers, len(items))
         return Receipt("kernel", nbytes, runs, len(prepared), placed.tell_uploads(), event=done)
 

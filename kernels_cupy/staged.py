@@ -4,6 +4,9 @@ The host keeps a page in few pieces, the device in one for every layer. A backup
 laid out as the host will have them, and copies each piece at once; a load copies pieces in and scatters them. The
 buffer has two halves: while one is copied, the other is filled or emptied. A half is used again only after the event
 of its last use, whichever stream that was on, so two callers of one pool take turns.
+
+A load of some layers copies whatever lies between the first and the last of them: the whole page in `page_first`, so
+that a load layer by layer takes the bus once for every layer; just the layer in `page_first_direct`.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from refimpl.backends.protocol import Setup
 from refimpl.indices import Items
 from refimpl.plan import Plan
 from refimpl.receipt import Receipt
-from refimpl.runtime import Stream, synchronize_all
+from refimpl.runtime import Pending, Stream, synchronize_all
 
 HALVES = 2
 
@@ -46,8 +49,6 @@ class Staged:
         pages, page_bytes = setup.staging_pages, setup.spec.page_bytes
         if pages is None:
             pages = HALVES * max(1, min(HALF_BYTES // max(page_bytes, 1), -(-setup.num_pages // HALVES)))
-        if pages < HALVES:
-            raise ValueError(f"staging_pages must be at least {HALVES}, one page a half; got {pages}")
         self._runtime = runtime(setup.platform)
         self._runtime.compile()
         self._streams = {direction: self._runtime.stream() for direction in ("backup", "load")}
@@ -60,6 +61,7 @@ class Staged:
             raise
         # Passed when a half may be written (again): who had this memory before may still be at work on it.
         self._free = [self._runtime.record(self._runtime.current())] * HALVES
+        self._pending = Pending()
         self._turn = 0
         self._one_at_a_time = threading.Lock()
 
@@ -79,6 +81,7 @@ class Staged:
         with self._one_at_a_time:
             try:
                 synchronize_all(self._free)
+                self._pending.wait()
             finally:
                 self._buffer = None
                 self._give_back()
@@ -89,7 +92,7 @@ class Staged:
         lists = self._lists(caller, items, "backup")
         chunks = self._chunks(plan, layers, items, "backup")
         kernels = 0
-        with self._joined(caller, copies):
+        with self._joined(plan, caller, copies):
             for chunk in chunks:
                 self._runtime.wait(caller, self._free[chunk.half])
                 kernels += self._relayout(plan, layers, "backup", chunk, lists, caller)
@@ -107,7 +110,7 @@ class Staged:
         chunks = self._chunks(plan, layers, items, "load")
         kernels = 0
         self._runtime.wait(copies, self._runtime.record(caller))
-        with self._joined(caller, copies):
+        with self._joined(plan, caller, copies):
             for chunk in chunks:
                 self._runtime.wait(copies, self._free[chunk.half])
                 submit(self._runtime, copies, chunk.staging, chunk.host, chunk.nbytes, out_of_reach(plan))
@@ -117,7 +120,7 @@ class Staged:
         return self._receipt(plan, layers, len(items), chunks, kernels, lists, caller)
 
     @contextmanager
-    def _joined(self, caller: Stream, copies: Stream) -> Iterator[None]:
+    def _joined(self, plan: Plan, caller: Stream, copies: Stream) -> Iterator[None]:
         """The caller's stream goes on when ours is done, and after a failure nothing touches the halves before that."""
         try:
             yield
@@ -125,6 +128,7 @@ class Staged:
             for other in (*self._free, self._runtime.record(copies)):
                 self._runtime.wait(caller, other)
             self._free = [self._runtime.record(caller)] * HALVES
+            self._pending.add(caller, self._free[0], plan)
             raise
         self._runtime.wait(caller, self._runtime.record(copies))
 
@@ -141,6 +145,7 @@ class Staged:
         _, nbytes = runs_and_bytes(plan, layers, count)
         descriptors = sum(len(chunk.nbytes) for chunk in chunks)
         done = completion(self._runtime, caller, lists)
+        self._pending.add(caller, done.event, plan)
         return Receipt("staged", nbytes, descriptors, kernels, lists.tell_uploads(), event=done)
 
     def _lists(self, stream: Stream, items: Items, direction: str) -> Placed:

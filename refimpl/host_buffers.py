@@ -44,9 +44,15 @@ class HostBuffers:
 
     def close(self) -> None:
         """Undo registrations and let go of the memory. Views that are still held stay readable. Idempotent."""
-        for block in self._blocks:
-            block.close()
-        self._blocks, self.storage, self.closed = [], [], True
+        blocks, self._blocks, self.storage, self.closed = self._blocks, [], [], True
+        failures: list[Exception] = []
+        for block in blocks:
+            try:
+                block.close()
+            except Exception as failure:
+                failures.append(failure)
+        if failures:
+            raise failures[0]
 
     def _require_open(self) -> None:
         if self.closed:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import cache, partial
 
 import torch
@@ -21,6 +23,9 @@ from refimpl.plan import plan as make_plan
 from refimpl.receipt import Receipt
 from refimpl.support import BACKENDS, MEMORY, UnsupportedPairing, capabilities, require
 from refimpl.transfer import Transfer
+
+# Of options that are numbers: the least and the most.
+BOUNDS = {"staging_pages": (2, 1 << 32), "blocks": (1, 1024)}
 
 
 class HostPool(HostBuffers):
@@ -58,39 +63,48 @@ class HostPool(HostBuffers):
         self.paths = require(spec, layout, backend, platform, profile)
         if num_pages < 0:
             raise ValueError(f"pool {spec.name!r}: num_pages must not be negative, got {num_pages}")
-        booked: list[Callable[[], None]] = []
-        self._give_back = weakref.finalize(self, _call_all, booked)
-
-        def book(budget: Budget | None, nbytes: int) -> Callable[[], None]:
-            if budget is None:
-                return lambda: None
-            budget.book(spec.name, nbytes)
-            booked.append(cache(partial(budget.release, spec.name, nbytes)))  # the second call does nothing
-            return booked[-1]
-
-        book(budget, num_pages * spec.page_bytes)
-        setup = Setup(spec, layout, num_pages, platform, staging_pages, blocks, partial(book, device_budget))
-        try:
-            self._mover = registry.make(backend, setup)
-        except ImportError as missing:
-            raise UnsupportedPairing(
-                f"pool {spec.name!r} with layout {layout!r} and backend {backend!r}: {missing}"
-            ) from missing
-        self._finish = weakref.finalize(self, self._mover.close)
+        for option, value in (("staging_pages", staging_pages), ("blocks", blocks)):
+            least, most = BOUNDS[option]
+            if value is not None and not (type(value) is int and least <= value <= most):
+                raise ValueError(
+                    f"pool {spec.name!r}: {option} must be from {least} to {most:,}, or None; got {value!r}"
+                )
         self.backend, self.profile, self.platform = backend, profile, platform
+        self._users, self._closing, self._users_changed = 0, False, threading.Condition()
         # For each device pool, plans by kind of item and the addresses that they were made for.
         self._plans: weakref.WeakKeyDictionary[DevicePool, dict[bool, tuple[tuple[int, ...], Plan]]]
         self._plans = weakref.WeakKeyDictionary()
-        pinned = platform == "cuda" and "cpu" not in BACKENDS[backend]
+        bookings: list[Callable[[], None]] = []
+        self._give_back = weakref.finalize(self, _call_all, bookings)
+        book = partial(_book, bookings, spec.name)
+        try:
+            book(budget, num_pages * spec.page_bytes)
+            setup = Setup(spec, layout, num_pages, platform, staging_pages, blocks, partial(book, device_budget))
+            self._acquire(setup, memory, registration_limit)
+        except BaseException:
+            self._give_back()
+            raise
+        self.can_use_jit, self.can_use_write_back_jit = capabilities(spec, layout, platform, profile).values()
+        self._slots = PageAllocator(num_pages, spec.page_size)
+
+    def _acquire(self, setup: Setup, memory: HostMemory | None, registration_limit: int | None) -> None:
+        """The backend, with what it needs on a device, and then the host's memory."""
+        spec, layout = setup.spec, setup.layout
+        try:
+            self._mover = registry.make(self.backend, setup)
+        except ImportError as missing:
+            raise UnsupportedPairing(
+                f"pool {spec.name!r} with layout {layout!r} and backend {self.backend!r}: {missing}"
+            ) from missing
+        self._finish = weakref.finalize(self, self._mover.close)
+        pinned = self.platform == "cuda" and "cpu" not in BACKENDS[self.backend]
         self._gpu = torch.cuda.current_device() if pinned else None
         memory = memory or HostMemory(CudaRegistrar() if pinned else None)
-        super().__init__(spec, layout, num_pages, memory, registration_limit)
+        super().__init__(spec, layout, setup.num_pages, memory, registration_limit)
         for block in self._blocks:
             block.close_after(self._mover.close)
         if pinned:
             self._require_pinned()
-        self.can_use_jit, self.can_use_write_back_jit = capabilities(spec, layout, platform, profile).values()
-        self._slots = PageAllocator(num_pages, spec.page_size)
 
     # ---- slots
 
@@ -176,7 +190,8 @@ class HostPool(HostBuffers):
         if len(items):
             self._mover.place(items, direction)
         path, owned = self.paths[direction].name, self.spec.owned_layers
-        return Transfer(self._mover, path, lambda: self._plan(device, single_entries), items, direction, owned)
+        plan = partial(self._plan, device, single_entries)
+        return Transfer(self._mover, path, plan, items, direction, owned, self._in_use)
 
     def backup_from_device_all_layer(
         self, device_pool: DevicePool, host_indices: Indices, device_indices: Indices, io_backend: str
@@ -204,12 +219,14 @@ class HostPool(HostBuffers):
 
     def close(self) -> None:
         """Wait for copies under way, undo registrations, let go of the memory, give the budget back. Idempotent."""
-        try:
-            self._finish()
-        finally:
-            super().close()
-            self._plans.clear()  # a plan keeps the memory alive
-            self._give_back()
+        with self._users_changed:
+            self._closing = True
+            self._users_changed.wait_for(lambda: not self._users)
+        with ExitStack() as last_first:  # each of them, whatever the others raise
+            last_first.callback(self._give_back)
+            last_first.callback(self._plans.clear)  # a plan keeps the memory alive
+            last_first.callback(super().close)
+            last_first.callback(self._finish)
 
     destroy = close
 
@@ -226,6 +243,20 @@ class HostPool(HostBuffers):
             self.close()
             raise ValueError(f"pool {self.spec.name!r}: backend {self.backend!r} needs pinned memory on a GPU")
 
+    @contextmanager
+    def _in_use(self) -> Iterator[None]:
+        """While something is submitted: another thread that closes the pool waits until it can be waited for."""
+        with self._users_changed:
+            if self._closing:
+                raise ValueError(f"pool {self.spec.name!r} is closed")
+            self._users += 1
+        try:
+            yield
+        finally:
+            with self._users_changed:
+                self._users -= 1
+                self._users_changed.notify_all()
+
     def _require_current_gpu(self, device: DevicePool, *lists: Indices) -> None:
         """Streams and memory are those of the current GPU; a pool has its streams and staging where it was made."""
         here = torch.cuda.current_device()
@@ -241,6 +272,15 @@ class HostPool(HostBuffers):
     def _require_backend(self, io_backend: str) -> None:
         if io_backend != self.backend:
             raise ValueError(f"pool {self.spec.name!r} was built for backend {self.backend!r}, got {io_backend!r}")
+
+
+def _book(bookings: list[Callable[[], None]], owner: str, budget: Budget | None, nbytes: int) -> Callable[[], None]:
+    """Book bytes; returns what gives them back, the first time that it is called."""
+    if budget is None:
+        return lambda: None
+    budget.book(owner, nbytes)
+    bookings.append(cache(partial(budget.release, owner, nbytes)))
+    return bookings[-1]
 
 
 def _call_all(calls: list[Callable[[], None]]) -> None:

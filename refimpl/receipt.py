@@ -11,7 +11,7 @@ from refimpl.runtime import Event
 class Receipt:
     """The record of one run of a transfer.
 
-    path           the way the bytes took: as `support` promised it, and in which way where there are several
+    path           the way that most bytes took: as `support` promised it, and which one where there are several
     bytes          payload, counted once
     descriptors    runs handed to the mover (copies, loop iterations)
     kernels        launches on a GPU
@@ -35,7 +35,7 @@ class Receipt:
 
     def __add__(self, other: Receipt) -> Receipt:
         return Receipt(
-            other.path if other.bytes else self.path,
+            other.path if other.bytes > self.bytes else self.path,
             self.bytes + other.bytes,
             self.descriptors + other.descriptors,
             self.kernels + other.kernels,

@@ -138,19 +138,20 @@ class Pending:
     """The last event of every stream that was given work: what a pool must wait for before it lets go of its memory."""
 
     def __init__(self) -> None:
-        self._events: dict[Stream, Event] = {}
+        self._work: dict[Stream, tuple[Event, object]] = {}
         self._lock = threading.Lock()
 
-    def add(self, stream: Stream, event: Event) -> None:
+    def add(self, stream: Stream, event: Event, keep: object) -> None:
+        """`keep` is kept until the event has passed and more work comes: memory that the work reads or writes, say."""
         with self._lock:
-            self._events[stream] = event
-            if len(self._events) > MANY:  # streams come and go
-                self._events = {s: e for s, e in self._events.items() if not e.query()}
+            self._work[stream] = event, keep
+            if len(self._work) > MANY:  # streams come and go
+                self._work = {s: work for s, work in self._work.items() if not work[0].query()}
 
     def wait(self) -> None:
         with self._lock:
-            events, self._events = self._events, {}
-        synchronize_all(events.values())
+            work, self._work = self._work, {}
+        synchronize_all(event for event, _ in work.values())
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from operator import index
 
 from refimpl.backends.protocol import Backend
 from refimpl.geometry import NO_LAYER
@@ -14,7 +16,8 @@ from refimpl.receipt import Receipt
 class Transfer:
     """Pages (or entries) on their way between a host and a device pool. It keeps the host pool alive, not open.
 
-    plan  asked at every run: it fails once the pool is closed, and follows device buffers that were moved.
+    plan   asked at every run: it fails once the pool is closed, and follows device buffers that were moved
+    using  entered for as long as a run takes: the pool does not close meanwhile
 
     Side states, which have no layer, come with the first run of a load, before any layer, and are written last by a
     backup.
@@ -28,23 +31,24 @@ class Transfer:
         items: Items,
         direction: str,
         layers: tuple[int, ...],
+        using: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self.path, self.direction, self.layers, self.items = path, direction, layers, items
-        self.backend, self.plan = backend, plan
+        self.backend, self.plan, self._using = backend, plan, using
         self._side_states_due = direction == "load"
         self._host_syncs = items.host_syncs  # those of the check, told by the first receipt
 
-    def run(self, layers: Sequence[int] | None = None, side_states: bool | None = None) -> Receipt:
-        """Move the given model layers (None: all). Layers that the pool does not own are skipped.
+    def run(self, layers: Iterable[int] | None = None, side_states: bool | None = None) -> Receipt:
+        """Move the given model layers (None: all), each once. Layers that the pool does not own are skipped.
 
         side_states  whether a load restores them now; None: if it has not yet
         """
-        plan = self.plan()
+        with self._using():
+            return self._run(self.plan(), None if layers is None else _distinct(layers), side_states)
+
+    def _run(self, plan: Plan, layers: tuple[int, ...] | None, side_states: bool | None) -> Receipt:
         if self.direction == "backup" and layers is not None:
-            raise ValueError("a backup moves all layers in one run, got layers=" + repr(tuple(layers)))
-        wrong = [i for i in layers or () if not isinstance(i, int) or i < 0]
-        if wrong:
-            raise ValueError(f"{wrong[0]!r} is no model layer: layers are numbers from 0 on")
+            raise ValueError(f"a backup moves all layers in one run, got layers={layers!r}")
         owned = self.layers if layers is None else tuple(i for i in layers if i in self.layers)
         receipt = Receipt(self.path, host_syncs=self._host_syncs)
         self._host_syncs = 0
@@ -59,3 +63,16 @@ class Transfer:
         if not len(self.items) or next(plan.select(layers), None) is None:
             return Receipt(self.path)
         return self.backend.execute(plan, layers, self.items, self.direction)
+
+
+def _distinct(layers: Iterable[int]) -> tuple[int, ...]:
+    """Model layers as plain numbers, each once, in the order asked for."""
+    numbers = []
+    for layer in layers:
+        try:
+            numbers.append(index(layer))
+        except TypeError:
+            numbers.append(-1)
+        if numbers[-1] < 0:
+            raise ValueError(f"{layer!r} is no model layer: layers are numbers from 0 on")
+    return tuple(dict.fromkeys(numbers))

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -32,6 +33,7 @@ from refimpl import (
     presets,
     support,
 )
+from refimpl.allocator import Budget
 from refimpl.backends.protocol import Backend, OnTheHost
 from refimpl.device_pool import Rows
 from refimpl.indices import Items
@@ -599,6 +601,44 @@ class Recording(OnTheHost):
     def execute(self, plan: Plan, layers: tuple[int | None, ...], items: Items, direction: str) -> Receipt:
         self.calls.append(layers)
         return self.backend.execute(plan, layers, items, direction)
+
+
+@pytest.mark.parametrize("kind", [list, iter, np.array, torch.tensor])
+def test_layers_may_come_as_anything_that_counts(kind: Callable[[list[int]], Any]) -> None:
+    """Each is moved once."""
+    host, device = pair()
+    moved = host.prepare(device, GOOD, GOOD, "load").run(kind([1, 0, 1]))
+    assert moved.bytes == host.prepare(device, GOOD, GOOD, "load").run((0, 1)).bytes > 0
+
+
+@pytest.mark.parametrize("value", [0, -1, 2.5, True, "4", 10**12])
+@pytest.mark.parametrize("option", ["staging_pages", "blocks"])
+def test_an_option_that_is_no_sensible_number_is_refused(option: str, value: Any) -> None:
+    budget = Budget(10**9)
+    with pytest.raises(ValueError, match=rf"{option} must be from \d to [\d,]+, or None; got {value!r}"):
+        HostPool(SPEC, "page_first", 4, "torch", budget=budget, **{option: value})
+    assert budget.available == budget.total
+
+
+def test_a_pool_is_closed_also_when_a_registration_cannot_be_undone() -> None:
+    class Stubborn:
+        def register(self, address: int, nbytes: int) -> None:
+            pass
+
+        def unregister(self, address: int) -> None:
+            raise RuntimeError("the driver is gone")
+
+        def device_address(self, address: int) -> int:
+            return address
+
+    budget = Budget(10**9)
+    host = HostPool(SPEC, "layer_first", 4, memory=HostMemory(Stubborn()), budget=budget)
+    with pytest.raises(RuntimeError, match="the driver is gone"):
+        host.close()
+    assert host.closed
+    assert budget.available == budget.total
+    with pytest.raises(ValueError, match="is closed"):
+        host.backup(DevicePool(SPEC, 4), GOOD, GOOD)
 
 
 def moved_layers(direction: str, runs: Sequence[Sequence[int] | None]) -> list[tuple[int | None, ...]]:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import sys
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -637,8 +639,8 @@ def test_one_attribute_applies_to_any_number_of_copies(version: int) -> None:
 def test_memory_without_an_address_on_the_device_is_copied_piece_by_piece() -> None:
     """B07: no alias exists, so neither kernels nor the batched call may be given one."""
     cuda = FakeCuda()
-    said = copies(cuda).submit(77, *addresses(2), no_batches="host memory at 0x7f has no address on the device")
-    assert said == "one by one: host memory at 0x7f has no address on the device"
+    said = copies(cuda).submit(77, *addresses(2), no_batches="host memory has no address on the device")
+    assert said == "one by one: host memory has no address on the device"
     assert [name for name, _ in cuda.calls] == ["plain"] * 2
 
 
@@ -724,6 +726,65 @@ def test_memory_is_unregistered_after_the_last_copy(backend: str, closed_by: str
     gc.collect()
     assert registrar.seen
     assert all(registrar.seen)
+
+
+@every_backend
+@every_direction
+def test_pools_and_lists_may_be_forgotten_while_they_are_at_work(
+    backend: str, direction: str, queue: QueueRuntime
+) -> None:
+    """What a transfer reads and writes is kept until it has passed."""
+    ends = Ends(backend, "page_first", direction)
+    ends.write(ends.source, ends.content)
+    host, views = ends.host, [view for side in ("host", "device") for view in ends._views(side)]
+    places = [view.data_ptr() for view in views]
+    receipt = ends.submit()
+    del ends, views
+    gc.collect()
+    others = [torch.zeros(6, 4, 1, 2, 8, dtype=BYTE) for _ in range(64)]
+    assert not {other.data_ptr() for other in others} & set(places)
+    receipt.wait()
+    host.close()
+
+
+@every_backend
+def test_a_pool_that_is_closed_by_another_thread_closes_between_two_transfers(
+    backend: str, queue: QueueRuntime
+) -> None:
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        for _ in range(20):
+            ends, refused = Ends(backend, "page_first", "backup"), threading.Event()
+
+            def submit(ends: Ends = ends, refused: threading.Event = refused) -> None:
+                while not refused.is_set():
+                    try:
+                        ends.submit().wait()
+                    except ValueError as closed:
+                        assert "is closed" in str(closed)  # noqa: PT017
+                        refused.set()
+
+            thread = threading.Thread(target=submit)
+            thread.start()
+            ends.host.close()
+            thread.join(60)
+            assert refused.is_set()
+    finally:
+        sys.setswitchinterval(interval)
+
+
+def test_auto_says_when_nobody_can_take_a_transfer(queue: QueueRuntime) -> None:
+    host = HostPool(SPEC, "layer_first", 6, "auto", memory=HostMemory(Unreachable()), platform="emulated")
+    transfer = host.prepare(DevicePool(SPEC, 6), slots_of([1], 4), on_the_device(queue, slots_of([2], 4)), "load")
+    for ask in (transfer.run, lambda: explain(transfer)):
+        with pytest.raises(ValueError, match=r"no backend can take .*kernel: .*direct: .*index lists on the host"):
+            ask()
+
+
+def test_auto_has_nothing_to_explain_where_nothing_moves(queue: QueueRuntime) -> None:
+    host = host_pool("page_first", "auto")
+    assert explain(host.prepare(DevicePool(SPEC, 6), None, None, "load")) == "nothing to move"
 
 
 # ---- Errors

@@ -17,8 +17,8 @@ from kernels_cupy import copy_engine
 from kernels_cupy.pieces import joined
 from kernels_cupy.runtimes import emulated
 from kernels_cupy.staged import Staged
-from refimpl import LAYOUTS, DevicePool, HostMemory, HostPool, PoolSpec, oracle, presets, slots_of, support
-from refimpl.plan import Plan, Registration
+from refimpl import LAYOUTS, Component, DevicePool, HostMemory, HostPool, PoolSpec, oracle, presets, slots_of, support
+from refimpl.geometry import Segment
 from refimpl.receipt import Receipt
 from refimpl.runtime import Stream
 from verify import fill
@@ -281,17 +281,44 @@ def test_a_layer_is_loaded_in_whole_pieces() -> None:
     assert receipt.descriptors == 2 * len(SPEC.components)
 
 
-def test_pieces_end_where_a_registration_does() -> None:
+@pytest.mark.parametrize(
+    ("longest", "exact", "pieces"),
+    [
+        (100, True, [(0, 24), (32, 40), (64, 72)]),
+        (100, False, [(0, 72)]),
+        (40, False, [(0, 40), (64, 72)]),
+        (24, False, [(0, 24), (32, 40), (64, 72)]),
+    ],
+)
+def test_spans_become_pieces(longest: int, exact: bool, pieces: list[tuple[int, int]]) -> None:
     spans = np.array([[16, 24], [0, 8], [8, 16], [32, 40], [64, 72]])
-    edges = Plan((), (Registration(0, 16, 0), Registration(16, 100, 16)))
+    assert list(joined(spans, longest, exact)) == pieces
 
-    def pieces(longest: int, exact: bool, plan: Plan) -> list[tuple[int, int]]:
-        return list(joined(spans, longest, exact, plan))
 
-    assert pieces(100, True, Plan(())) == [(0, 24), (32, 40), (64, 72)]
-    assert pieces(100, True, edges) == [(0, 16), (16, 24), (32, 40), (64, 72)]
-    assert pieces(100, False, edges) == [(0, 16), (16, 72)]
-    assert pieces(24, False, edges) == [(0, 16), (16, 40), (64, 72)]
+@pytest.mark.parametrize("layout", ["page_first", "page_first_direct", "page_head", "page_unified"])
+@pytest.mark.parametrize("layers", [(0, 3), (1,), (3, 0, 2)])
+def test_some_layers_of_a_pool_of_one_page_are_loaded(layout: str, layers: tuple[int, ...]) -> None:
+    """The end of K lies next to the beginning of V: neighbours in memory, and no piece."""
+    spec = presets.mha(layers=4, heads=2, head_dim=8, dtype=torch.bfloat16, page_size=4)
+    host, at = HostPool(spec, layout, 1, "staged", platform="emulated"), (slots_of([0], 4), slots_of([2], 4))
+    fill.fill_host(host)
+    device, right = DevicePool(spec, 4), DevicePool(spec, 4)
+    host.prepare(device, *at, "load").run(layers).wait()
+    oracle.load(host, right, *at, layers)
+    assert all(torch.equal(device.buffer(c, i), right.buffer(c, i)) for c in "kv" for i in range(4))
+
+
+def test_entries_of_pages_that_hold_one_are_loaded_through_the_smallest_buffer() -> None:
+    """Value and scale of every layer lie in one piece: no more bytes than the page has."""
+    row = Component("row", torch.uint8, dim=9, unit="page", segments=(Segment(1, 8), Segment(1, 1)))
+    spec = PoolSpec("s", 4, 16, (row,))
+    host = HostPool(spec, "page_first", 9, "staged", platform="emulated", staging_pages=2)
+    fill.fill_host(host)
+    device, right = DevicePool(spec, 9), DevicePool(spec, 9)
+    entries = torch.tensor([7, 0, 3]), torch.tensor([1, 8, 4])
+    host.load_entries(device, *entries).wait()
+    oracle.load_entries(host, right, *(e.tolist() for e in entries))
+    assert all(torch.equal(device.buffer("row", i), right.buffer("row", i)) for i in range(4))
 
 
 # ---- registered memory that a device sees elsewhere

@@ -42,8 +42,6 @@ def prepare() -> None:
 
 @cache
 def _library(kernel: Kernel) -> ctypes.CDLL:
-    if shutil.which(COMPILE[0]) is None:
-        raise NoCompiler("no C++ compiler: install g++ to run CUDA kernels on the CPU (Debian: apt install g++)")
     text = f'#include "primitives.cuh"\n{source(kernel)}\n' + "\n".join(
         _wrapper(kernel, instance) for instance in kernel.instances
     )
@@ -56,6 +54,8 @@ def _library(kernel: Kernel) -> ctypes.CDLL:
 
 def _compile(text: str, path: Path) -> None:
     """Into a folder of its own first: another process may be compiling the same file."""
+    if shutil.which(COMPILE[0]) is None:
+        raise NoCompiler("no C++ compiler: install g++ to run CUDA kernels on the CPU (Debian: apt install g++)")
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         code, built = Path(folder) / "kernel.cpp", Path(folder) / path.name
         code.write_text(text)
