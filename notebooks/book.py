@@ -30,7 +30,7 @@ from verify import fill  # noqa: E402
 
 plt.style.use(HERE / "kv.mplstyle")
 
-PLATFORMS = {"cpu": "CPU", "cuda": "GPU"}
+PLATFORMS = {"cpu": "CPU", "cuda": "GPU", "emulated": "emulated GPU"}
 # Light enough for black text, and apart from one another in grey too.
 LAYER_COLOURS = ("#FFF7D6", "#A9D8F2", "#DE9B72")
 OTHER = "#F4F4F4"
@@ -497,7 +497,7 @@ class NotingDevice(QueueRuntime):
                 self.moved += [Moved("kernel", *run) for run in runs_of_launch(arguments)]
             emu.launch(kernel, blocks, threads, arguments)
 
-        super().__init__(launch, seed)
+        super().__init__(launch, seed=seed)
         self.told: list[Told] = []
         self.moved: list[Moved] = []
 
@@ -514,12 +514,13 @@ class NotingDevice(QueueRuntime):
         self.told.append(Told("launch", stream, f"{kernel}, {blocks} blocks"))
         super().launch(stream, kernel, blocks, arguments)
 
-    def copy(self, stream: Stream, to: np.ndarray, source: np.ndarray, nbytes: np.ndarray) -> str:
+    def copy(
+        self, stream: Stream, to: np.ndarray, source: np.ndarray, nbytes: np.ndarray, *options: str, **named: str
+    ) -> str:
         self.told.append(Told("copy", stream, f"{len(nbytes)} descriptors"))
-        self.moved += [
-            Moved("copy engine", *copy) for copy in zip(to.tolist(), source.tolist(), nbytes.tolist(), strict=True)
-        ]
-        return super().copy(stream, to, source, nbytes)
+        copies = zip(to.tolist(), source.tolist(), nbytes.tolist(), strict=True)
+        self.moved += [Moved("copy engine", *copy) for copy in copies]
+        return super().copy(stream, to, source, nbytes, *options, **named)
 
     def record(self, stream: Stream) -> Event:
         event = super().record(stream)
@@ -541,9 +542,8 @@ def runs_of_launch(arguments: np.ndarray) -> Iterator[tuple[int, int, int]]:
         within = sum(i * int(step) for i, step in zip(loops, side["steps"], strict=True))
         return int(side["starts"][start]) + page * int(side["page"]) + entry * int(side["entry_bytes"]) + within
 
-    for start, item, *loops in np.ndindex(
-        *(int(n) for n in (arguments["starts"], arguments["items"])), *arguments["counts"].tolist()
-    ):
+    counts = int(arguments["starts"]), int(arguments["items"]), *arguments["counts"].tolist()
+    for start, item, *loops in np.ndindex(*counts):
         to, source = (address(arguments[side], start, item, tuple(loops)) for side in ("to", "source"))
         yield to, source, int(arguments["run"])
 
@@ -575,24 +575,44 @@ def strips(host: HostPool, device: DevicePool, staging: torch.Tensor | None = No
     return found
 
 
-def draw_way(title: str, spec: PoolSpec, num_pages: int, found: Sequence[Strip], moved: Sequence[Moved]) -> Figure:
-    """Memory and what moved in it. A word that names its place is coloured by its layer; what moved is joined."""
+@dataclass(frozen=True)
+class Piece:
+    """What moved, by byte `to` of strip number `to_strip` and so on."""
+
+    by: str
+    to_strip: int
+    to: int
+    source_strip: int
+    source: int
+    nbytes: int
+
+
+def pieces(found: Sequence[Strip], moved: Sequence[Moved]) -> list[Piece]:
+    """The same with places in strips for addresses."""
+
+    def at(address: int) -> tuple[int, int]:
+        return next((n, address - s.address) for n, s in enumerate(found) if 0 <= address - s.address < len(s.memory))
+
+    return [Piece(move.by, *at(move.to), *at(move.source), move.nbytes) for move in moved]
+
+
+def draw_way(title: str, pool: DevicePool, page: int, found: Sequence[Strip], moved: Sequence[Piece]) -> Figure:
+    """Memory and what moved in it. A word that names a place in `page` is coloured by its layer."""
     lanes = [lane for lane in ("host", "staging", "pool") if any(s.lane == lane for s in found)]
     heights = {"host": 0.0, "staging": 2.0, "pool": 2.0 * (len(lanes) - 1)}
+    looks = {"copy engine": {"facecolor": "#E3E3E3", "hatch": "//"}, "kernel": {"facecolor": "#FBEBD3"}}
     figure, ax = plt.subplots(figsize=(9.6, 0.9 + 0.85 * len(lanes)))
-    for move in moved:
-        (low_x, low), (high_x, high) = sorted(
-            (next((s.x + a - s.address, heights[s.lane]) for s in found if s.address <= a < s.address + len(s.memory))
-             for a in (move.to, move.source)),
-            key=lambda place: place[1],
-        )  # fmt: skip
-        corners = [(low_x, low + 0.7), (low_x + move.nbytes, low + 0.7), (high_x + move.nbytes, high), (high_x, high)]
-        look = {"hatch": "//", "facecolor": "#E3E3E3"} if move.by == "copy engine" else {"facecolor": "#FBEBD3"}
-        ax.add_patch(Polygon(corners, edgecolor="#555555", lw=0.6, alpha=0.75, **look))
+    for piece in moved:
+        ends = (found[piece.to_strip], piece.to), (found[piece.source_strip], piece.source)
+        (low, below), (high, above) = sorted((heights[strip.lane], strip.x + first) for strip, first in ends)
+        corners = [(below, low + 0.7), (below + piece.nbytes, low + 0.7), (above + piece.nbytes, high), (above, high)]
+        ax.add_patch(Polygon(corners, edgecolor="#555555", lw=0.6, alpha=0.75, **looks[piece.by]))
     for strip in found:
         y = heights[strip.lane]
         for at, word in enumerate(strip.memory.reshape(-1, fill.WORD)):
-            _draw_small_word(ax, strip.x + at * fill.WORD, y, fill.place(spec, num_pages, fill.number(word)))
+            number = fill.number(word)
+            place = None if number is None else fill.place(pool.spec, pool.num_pages, number)
+            _draw_small_word(ax, strip.x + at * fill.WORD, y, place if place and place.page == page else None)
         ax.text(strip.x + len(strip.memory) / 2, y + 0.76, strip.name, ha="center", va="bottom", fontsize=7.5)
     right = max(s.x + len(s.memory) for s in found)
     ax.axhline(1.62, color="#777777", lw=1, ls=(0, (6, 4)), marker="")
@@ -603,11 +623,10 @@ def draw_way(title: str, spec: PoolSpec, num_pages: int, found: Sequence[Strip],
     ax.grid(False)
     ax.spines[:].set_visible(False)
     ax.set_title(title, fontsize=10)
-    looks = [{"facecolor": "#E3E3E3", "hatch": "//"}, {"facecolor": "#FBEBD3"}]
-    shapes = [Rectangle((0, 0), 1, 1, edgecolor="#555555", lw=0.6, **look) for look in looks]
     names = {"copy engine": "by the copy engine, one descriptor each", "kernel": "by threads of a kernel, one run each"}
-    shown = [(shape, names[by]) for shape, by in zip(shapes, names, strict=True) if any(m.by == by for m in moved)]
-    figure.legend(*zip(*shown, strict=True), loc="outside lower center", ncols=2, fontsize=8.5)
+    shown = [by for by in looks if any(piece.by == by for piece in moved)]
+    shapes = [Rectangle((0, 0), 1, 1, edgecolor="#555555", lw=0.6, **looks[by]) for by in shown]
+    figure.legend(shapes, [names[by] for by in shown], loc="outside lower center", ncols=2, fontsize=8.5)
     return figure
 
 
@@ -674,7 +693,7 @@ def draw_timelines(of: dict[str, Sequence[Told]], halves: int = 2) -> Figure:
     figure, axes = plt.subplots(len(of), 1, figsize=(9.6, 2.0 * len(of) + 0.5), sharex=True)
     for ax, (title, told) in zip(axes, of.items(), strict=True):
         boxes, arrows = timeline(told)
-        lanes = {"default": 1.0, "private staged": 0.0}
+        lanes = {box.stream: float(box.stream == "default") for box in boxes}
         for box in boxes:
             y, half = lanes[box.stream], box.number % halves
             look = {"facecolor": OTHER} if box.what == "upload" else {"facecolor": LAYER_COLOURS[1 + half]}
@@ -701,7 +720,7 @@ def draw_timelines(of: dict[str, Sequence[Told]], halves: int = 2) -> Figure:
         Line2D([], [], color="#000000", lw=1, marker=">", ms=4),
         Line2D([], [], color="#D55E00", lw=2, marker=">", ms=4),
     ]
-    names = ["first half", "second half", "event: the bytes are there", "event: the half is free again"]
+    names = ["first half", "second half", "event: what came before is done", "event: the half is free again"]
     figure.legend(keys, names, loc="outside lower center", ncols=4, fontsize=9)
     return figure
 
@@ -732,16 +751,20 @@ def draw_rates(points: dict[str, dict[str, list[tuple[int, float]]]]) -> Figure:
     return figure
 
 
-def draw_capacity(lines: dict[str, list[tuple[float, float]]]) -> Figure:
-    """Percent of the ceiling over MiB of staging memory, a line for each series."""
-    figure, ax = plt.subplots(figsize=(9.6, 4))
-    for name, marks in lines.items():
-        ax.plot([mib for mib, _ in marks], [percent for _, percent in marks], label=name)
-    ax.axhline(100, color="#555555", lw=1, ls="--", marker="")
-    ax.set_xscale("log", base=2)
-    ax.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
-    ax.set(xlabel="MiB of staging, both halves", ylabel="% of the bus ceiling", ylim=(0, 106))
-    figure.legend(loc="outside right center", fontsize=8)
+def draw_capacity(lines: dict[str, dict[str, list[tuple[float, float]]]]) -> Figure:
+    """A panel for each direction: percent of the ceiling over MiB of staging memory, a line for each series."""
+    figure, axes = plt.subplots(1, len(lines), figsize=(9.6, 4.2), sharey=True, squeeze=False)
+    for ax, (direction, by_name) in zip(axes[0], lines.items(), strict=True):
+        for name, marks in by_name.items():
+            ax.plot([mib for mib, _ in marks], [percent for _, percent in marks], label=name)
+        ax.axhline(100, color="#555555", lw=1, ls="--", marker="")
+        ax.set_xscale("log", base=2)
+        ax.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
+        ax.set(xlabel="MiB of staging, both halves", ylim=(0, 106))
+        ax.set_title(direction, fontsize=10)
+    axes[0][0].set_ylabel("% of the bus ceiling")
+    handles, names = axes[0][0].get_legend_handles_labels()
+    figure.legend(handles, names, loc="outside lower center", ncols=2, fontsize=9)
     return figure
 
 
