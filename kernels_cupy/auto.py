@@ -112,9 +112,11 @@ def predicted(rates: dict[str, Any], demand: Demand) -> float:
     """Seconds: a latency, and for every piece as long as pieces of its size take.
 
     Between sizes that were measured a piece's time is interpolated. A shorter one takes as long as the shortest (the
-    cost of a descriptor, say), a longer one passes at the rate of the longest.
+    cost of a descriptor, say), a longer one passes at the rate of the longest. No rate is believed that a longer piece
+    does not reach as well: drivers treat some lengths now this way, now that.
     """
     sizes, speeds = (np.array(column, float) for column in zip(*rates["gb_per_s"], strict=True))
+    speeds = np.minimum.accumulate(speeds[::-1])[::-1]
     seconds = sizes / speeds / 1e9
     piece = np.interp(min(demand.each, sizes[-1]), sizes, seconds) * max(demand.each / sizes[-1], 1)
     return rates["latency_s"] + demand.nbytes / demand.each * float(piece)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ from refimpl.transfer import Transfer
 
 KIB, MIB = 1 << 10, 1 << 20
 IN_A_ROW = 4
+SAMPLES = 3
 
 
 @dataclass(frozen=True)
@@ -108,20 +110,18 @@ def _speeds(
             all_pages = host.prepare(device, there, here, direction)
             one_page = host.prepare(device, there[:1], here[:1], direction)
             one_page.run().wait()
-            latency = _seconds(one_page, 1)
-            each = (_seconds(all_pages, IN_A_ROW) - _seconds(all_pages, 1)) / (IN_A_ROW - 1)
-            yield direction, latency, pages * piece / max(each, 1e-9) / 1e9
+            latency = statistics.median(_seconds(one_page, 1) for _ in range(SAMPLES))
+            more = [_seconds(all_pages, IN_A_ROW) - _seconds(all_pages, 1) for _ in range(SAMPLES)]
+            each = max(statistics.median(more) / (IN_A_ROW - 1), 1e-9)
+            yield direction, latency, pages * piece / each / 1e9
 
 
 def _seconds(transfer: Transfer, count: int) -> float:
-    """From the first of `count` transfers until all are complete; the better of two."""
-    taken = []
-    for _ in range(2):
-        begin = time.perf_counter()
-        receipts = [transfer.run() for _ in range(count)]
-        receipts[-1].wait()
-        taken.append(time.perf_counter() - begin)
-    return min(taken)
+    """From the first of `count` transfers until all are complete."""
+    begin = time.perf_counter()
+    receipts = [transfer.run() for _ in range(count)]
+    receipts[-1].wait()
+    return time.perf_counter() - begin
 
 
 def main() -> None:

@@ -34,7 +34,12 @@ class Attributes(ctypes.Structure):
 
 
 class Copies:
-    """library  None: the one that torch has loaded"""
+    """
+    library  None: the one that torch has loaded
+    batches  whether the batched call is wanted, where it is to be had
+    """
+
+    batches = True
 
     def __init__(self, library: Library | None = None) -> None:
         self._library = library or cudart()
@@ -42,6 +47,8 @@ class Copies:
 
     def _no_batches(self) -> str:
         """Why the batched call is not to be had; empty if it is."""
+        if not self.batches:
+            return "as was asked for"
         if self._library.driver < BATCHES_SINCE:
             return f"driver {self._library.driver} has no batched copy"
         if not hasattr(self._library.handle, "cudaMemcpyBatchAsync"):

@@ -2,7 +2,8 @@
 
 `PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python -m verify.sanitize > out/memcheck.log 2>&1`,
 likewise with initcheck and synccheck; `verify.gpu_record` reads such logs. Torch's own allocator would hide from a
-sanitizer where one buffer ends and the next begins.
+sanitizer where one buffer ends and the next begins. Give initcheck `--plain-copies`: it takes what a batched copy has
+written for uninitialised.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import replace
 
+from kernels_cupy.copies import Copies
 from verify import matrix
 from verify.matrix import Cell
 
@@ -27,7 +29,11 @@ def cells(platform: str) -> list[Cell]:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m verify.sanitize", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--platform", choices=("cuda", "emulated"), default="cuda")
-    todo = cells(parser.parse_args(arguments).platform)
+    parser.add_argument("--plain-copies", action="store_true", help="one call a copy: initcheck does not see batches")
+    options = parser.parse_args(arguments)
+    if options.plain_copies:
+        Copies.batches = False
+    todo = cells(options.platform)
     for cell in todo:
         matrix.run(cell)
     print(f"sanitized cells: {len(todo)}", flush=True)

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from kernels_cupy import auto
+from kernels_cupy import auto, calibrate
 from kernels_cupy.auto import BACKENDS, BUILT_IN, Demand, explain, predicted
+from kernels_cupy.calibrate import Probe
 from kernels_cupy.copy_engine import count_descriptors, descriptors
 from kernels_cupy.jobs import runs_and_bytes
 from kernels_cupy.pieces import pieces
@@ -98,6 +99,11 @@ def test_a_piece_between_measured_sizes_takes_a_time_between_theirs(each: int, s
     assert predicted(rates, Demand(10**9, each)) == pytest.approx(1e-3 + seconds)
 
 
+def test_a_rate_that_a_longer_piece_does_not_reach_is_not_believed() -> None:
+    rates: dict[str, Any] = {"latency_s": 0.0, "gb_per_s": [[1024, 90.0], [2048, 20.0], [4096, 40.0]]}
+    assert predicted(rates, Demand(10**9, 1024)) == predicted(rates, Demand(10**9, 2048)) == pytest.approx(1 / 20)
+
+
 @pytest.mark.parametrize("layout", ["layer_first", "page_first", "page_first_direct", "page_head", "page_unified"])
 @pytest.mark.parametrize("pages", [(4, 5, 0), (3, 1, 8), (4, 5, 6), (2,)])
 def test_loads_are_what_the_backends_submit(layout: str, pages: tuple[int, ...]) -> None:
@@ -113,6 +119,18 @@ def test_loads_are_what_the_backends_submit(layout: str, pages: tuple[int, ...])
     found = pieces(plan, layers, exact=False)
     assert loads["staged"].each == pytest.approx(sum(piece.nbytes for piece in found) / len(found))
     assert loads["staged"].nbytes == sum(piece.nbytes for piece in found) * len(items)
+
+
+def test_a_calibration_rates_every_backend_by_size_in_both_directions(monkeypatch: pytest.MonkeyPatch) -> None:
+    few = {name: Probe(p.layout, p.rows, p.sizes[:2], 16) for name, p in calibrate.PROBES.items()}
+    monkeypatch.setattr(calibrate, "PROBES", few)
+    found = calibrate.measure("emulated", payload=1 << 16)
+    assert (found["device"], found["kernels"]) == ("emulated", HASH)
+    for name, probe in few.items():
+        for direction in ("backup", "load"):
+            rates = found["backends"][name][direction]
+            assert [piece for piece, _ in rates["gb_per_s"]] == list(probe.sizes)
+            assert predicted(rates, Demand(10**6, 512)) > rates["latency_s"] > 0
 
 
 def test_the_built_in_table_rates_every_backend_in_both_directions() -> None:

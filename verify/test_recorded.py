@@ -31,6 +31,7 @@ def schema() -> dict[str, Any]:
     return schema
 
 
+@pytest.mark.xfail(strict=True, reason="the run on an H200 is still to be made that is recorded")
 def test_there_is_a_record() -> None:
     assert RECORDS, f"nothing on record: {AGAIN}"
 
@@ -134,3 +135,9 @@ def test_the_tests_that_are_counted_as_cells_are_there() -> None:
     texts = [(Path(__file__).parent / name).read_text(encoding="utf-8") for name in ("test_matrix.py", "test_gpu.py")]
     for function in gpu_record.CELLS.values():
         assert any(f"def {function}(" in text for text in texts)
+
+
+def test_every_file_with_tests_that_need_a_gpu_is_run() -> None:
+    here = Path(__file__).parent
+    with_gpu = {f"verify/{p.name}" for p in here.glob("test_*.py") if "mark.gpu" in p.read_text(encoding="utf-8")}
+    assert with_gpu - {"verify/test_recorded.py"} == {*gpu_record.FILES, gpu_record.ALONE}
