@@ -101,7 +101,7 @@ class CudaRuntime:
         if arguments.dtype != expected:
             raise TypeError(f"{kernel} takes {expected}, got {arguments.dtype}")
         # As one opaque value: CuPy asks NumPy to describe a struct, at every launch, and that takes longer than it.
-        opaque = arguments.reshape(1).view(f"V{arguments.nbytes}").reshape(())
+        opaque = np.ndarray((), _opaque(arguments.nbytes), arguments)
         with self._cupy_stream(stream):
             _function(kernel)((blocks,), (self.threads,), (opaque,))
 
@@ -141,6 +141,11 @@ class PinnedRing:
     def in_use_until(self, event: Event) -> None:
         if self._taken:
             self._in_use.append((*self._taken, event))
+
+
+@cache
+def _opaque(nbytes: int) -> np.dtype:
+    return np.dtype((np.void, nbytes))
 
 
 @cache

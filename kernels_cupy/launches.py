@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -64,6 +65,10 @@ class Launch:
     arguments: np.ndarray
     host_side: str
 
+    @cached_property
+    def _words(self) -> np.ndarray:
+        return self.arguments.reshape(1).view(np.uint64)
+
     def submit(
         self,
         runtime: Runtime,
@@ -78,11 +83,11 @@ class Launch:
         host_items, device_items  addresses of lists in device memory; 0: the first `count` items
         fault                     address of what the check of index lists found; the copy runs if that is `if_fault`
         """
-        # As plain words: NumPy takes a hundred times as long to copy and to fill a nested struct.
-        words = self.arguments.reshape(1).view(np.uint64).copy()
+        # As plain words, and seen as a struct again without asking: NumPy takes its time over nested structs.
+        words = self._words.copy()
         to, source = (host_items, device_items) if self.host_side == "to" else (device_items, host_items)
         words[TO_ITEMS], words[SOURCE_ITEMS], words[ITEMS], words[FAULT] = to, source, count, fault
-        arguments = words.view(COPY_RUNS).reshape(())
+        arguments = np.ndarray((), COPY_RUNS, words)
         if if_fault:
             arguments["if_fault"] = 1
         runtime.launch(stream, self.kernel, self.blocks, arguments)

@@ -29,7 +29,7 @@ from refimpl.backends.protocol import Setup
 from refimpl.indices import Items
 from refimpl.plan import Plan
 from refimpl.receipt import Receipt
-from refimpl.runtime import Pending, Stream, synchronize_all
+from refimpl.runtime import Pending, Stream
 
 HALVES = 2
 
@@ -80,7 +80,6 @@ class Staged:
     def close(self) -> None:
         with self._one_at_a_time:
             try:
-                synchronize_all(self._free)
                 self._pending.wait()
             finally:
                 self._buffer = None

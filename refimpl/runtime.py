@@ -297,13 +297,20 @@ class QueueRuntime:
     # ---- running
 
     def run_until(self, event: QueuedEvent) -> None:
-        """Run operations in any legal order, no more than it takes to pass the event."""
+        """Run operations in any legal order, no more than it takes to pass the event.
+
+        Half of the times streams take turns at random, else some always go before others: as far ahead as they may.
+        """
         with self._lock:
+            take_turns, ranks = self._random.random() < 0.5, dict[Hashable, float]()
             while not event.passed:
-                ready = [q for q in self._queues.values() if q and (q[0].after is None or q[0].after.passed)]
+                ready = [s for s, q in self._queues.items() if q and (q[0].after is None or q[0].after.passed)]
                 if not ready:
                     raise RuntimeError("the device waits for an event that nothing will reach")
-                self._random.choice(ready).popleft().what()
+                for stream in ready:
+                    ranks.setdefault(stream, self._random.random())
+                chosen = self._random.choice(ready) if take_turns else max(ready, key=ranks.__getitem__)
+                self._queues[chosen].popleft().what()
 
     def synchronize(self) -> None:
         """Run everything."""

@@ -8,6 +8,7 @@ follows the code.
 from __future__ import annotations
 
 import argparse
+import ast
 import contextlib
 import io
 import multiprocessing
@@ -60,12 +61,18 @@ def table() -> list[Mutant]:
 
 
 def mutated(mutant: Mutant) -> str:
-    """The text of the mutant's file. `ValueError` unless the old text stands there exactly once."""
+    """The text of the mutant's file. `ValueError` unless the old text stands there once and Python still reads it."""
     text = (ROOT / mutant.file).read_text()
     found = text.count(mutant.old)
     if found != 1:
         raise ValueError(f"{mutant.file}: {mutant.old!r} stands there {found} times, it must stand there once")
-    return text.replace(mutant.old, mutant.new)
+    changed = text.replace(mutant.old, mutant.new)
+    if mutant.file.endswith(".py"):
+        try:
+            ast.parse(changed)
+        except SyntaxError as error:
+            raise ValueError(f"{mutant.file}: with {mutant.new!r} it is no Python: {error}") from error
+    return changed
 
 
 class Copy:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -24,6 +25,7 @@ from refimpl.allocator import Budget
 from refimpl.cudart import Library
 from refimpl.runtime import Completion, QueuedEvent, QueueRuntime
 from verify import fill, reported
+from verify.bench.provenance import ROOT
 
 pytestmark = [pytest.mark.ordering, pytest.mark.emulated]
 
@@ -772,6 +774,54 @@ def test_a_pool_that_is_closed_by_another_thread_closes_between_two_transfers(
             assert refused.is_set()
     finally:
         sys.setswitchinterval(interval)
+
+
+def test_closing_waits_until_a_transfer_is_submitted(queue: QueueRuntime) -> None:
+    ends, inside, go_on = Ends("kernel", "page_first", "backup"), threading.Event(), threading.Event()
+    transfer = ends.host.prepare(ends.device, slots_of(HOST, 4), slots_of(DEVICE, 4), "backup")
+    execute = transfer.backend.execute
+
+    def slow(*arguments: Any) -> Receipt:
+        inside.set()
+        assert go_on.wait(60)
+        return execute(*arguments)
+
+    transfer.backend.execute = slow  # pyright: ignore[reportAttributeAccessIssue]
+    submitting, closing = threading.Thread(target=transfer.run), threading.Thread(target=ends.host.close)
+    submitting.start()
+    assert inside.wait(60)
+    closing.start()
+    closing.join(0.2)
+    assert closing.is_alive()
+    go_on.set()
+    for thread in (submitting, closing):
+        thread.join(60)
+    assert ends.host.closed
+
+
+EXIT = """
+import torch
+from refimpl import DevicePool, HostMemory, HostPool, presets, slots_of
+class Watching:
+    page = torch.zeros(1)
+    def register(self, address, nbytes): pass
+    def unregister(self, address): print("copied" if bool((self.page == 0).all()) else "not copied")
+    def device_address(self, address): return address
+spec, registrar = presets.mha(2, 2, 8, torch.uint8, 4), Watching()
+host = HostPool(spec, "page_first", 3, {backend!r}, memory=HostMemory(registrar), platform="emulated")
+host.kv_buffer.fill_(7)
+registrar.page, device = host.layer_view("v", 1)[2], DevicePool(spec, 3)
+host.backup(device, slots_of([2], 4), slots_of([1], 4))
+"""
+
+
+@every_backend
+def test_a_process_that_ends_unregisters_after_the_last_copy(backend: str) -> None:
+    """Python calls finalisers then in an order of its own."""
+    done = subprocess.run(
+        [sys.executable, "-c", EXIT.format(backend=backend)], capture_output=True, text=True, cwd=ROOT, timeout=120
+    )
+    assert set(done.stdout.split("\n")) == {"copied", ""}, done.stderr
 
 
 def test_auto_says_when_nobody_can_take_a_transfer(queue: QueueRuntime) -> None:

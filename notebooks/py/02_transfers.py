@@ -425,7 +425,7 @@ print("all claims hold")
 # %% [markdown]
 # ## Where to go next
 #
-# - [03_fast_paths](03_fast_paths.ipynb): how a GPU moves the runs of a plan, and how fast.
+# - [07_fast_paths](07_fast_paths.ipynb): how a GPU moves the runs of a plan, and how fast.
 # - [01_layouts](01_layouts.ipynb): the layouts themselves, drawn.
 # - `refimpl/oracle.py` and `refimpl/plan.py`: both derivations.
 # - `verify/fill.py`: the fill in which every word names its place, also for rows that are no multiple of a word.
