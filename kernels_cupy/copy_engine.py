@@ -46,7 +46,7 @@ class CopyEngine:
             call = submit(self._runtime, with_batches, to, source, nbytes, out_of_reach(plan))
         finally:  # some batches may be on their way even if another one failed
             done = self._runtime.record(with_batches)
-            self._pending.add(with_batches, done, plan)
+            self._pending.add(done, plan)
             if with_batches is not caller:
                 self._runtime.wait(caller, done)
         path = "direct" if call == BATCHED else f"direct ({call})"

@@ -37,7 +37,7 @@ class Job:
     device: End
     loops: tuple[Loop, ...]
     run: int
-    homes: tuple[tuple[int, int], ...] = ()  # of each layer: the host tensor it lies in, and in which stretch of a page
+    homes: tuple[tuple[int, int], ...]  # of each layer: the host tensor it lies in, and in which stretch of a page
 
     @cached_property
     def offsets(self) -> tuple[np.ndarray, np.ndarray]:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import torch
 
-from kernels_cupy.jobs import jobs, mapped, one_offset, require_reach, runs_and_bytes, table_of
-from kernels_cupy.launches import Launch, launches, shape_for
+from kernels_cupy.jobs import Job, jobs, mapped, one_offset, require_reach, runs_and_bytes, table_of
+from kernels_cupy.launches import Launch, Shape, launches, shape_for
 from kernels_cupy.lists import completion, place
 from kernels_cupy.runtimes import runtime
 from refimpl.backends.protocol import Setup
@@ -48,7 +48,7 @@ class SmCopy:
                 launch.submit(self._runtime, stream, placed.host, placed.device, len(items), placed.fault_address)
         finally:  # some may be on their way even if another one failed
             done = completion(self._runtime, stream, placed)
-            self._pending.add(stream, done.event, plan)
+            self._pending.add(done.event, plan)
         runs, nbytes = runs_and_bytes(plan, layers, len(items))
         return Receipt("kernel", nbytes, runs, len(prepared), placed.tell_uploads(), event=done)
 
@@ -61,24 +61,23 @@ class SmCopy:
         if key not in plan.derived:
             require_reach(plan)
             table = table_of(self._runtime, plan.registrations)
-            plan.derived[key] = (
-                table,
-                [
-                    launch
-                    for job in jobs(plan, layers)
-                    for launch in launches(
-                        mapped(plan, job.host),
-                        job.device,
-                        job.loops,
-                        job.run,
-                        direction,
-                        shape_for(job.run, direction, self._blocks or blocks_for(job.run)),
-                        job.keeps_page_together,
-                        table,
-                    )
-                ],
-            )
+            found = [
+                launch
+                for job in jobs(plan, layers)
+                for launch in across_the_bus(
+                    plan, job, direction, shape_for(job.run, direction, self._blocks or blocks_for(job.run)), table
+                )
+            ]
+            plan.derived[key] = table, found
         return plan.derived[key][1]
+
+
+def across_the_bus(
+    plan: Plan, job: Job, direction: str, shape: Shape, table: torch.Tensor | None = None
+) -> list[Launch]:
+    """A job between host memory and a device pool; `table` if host addresses have to be looked up."""
+    host = mapped(plan, job.host)
+    return launches(host, job.device, job.loops, job.run, direction, shape, job.keeps_page_together, table)
 
 
 def blocks_for(run: int) -> int:

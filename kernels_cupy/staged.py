@@ -127,7 +127,7 @@ class Staged:
             for other in (*self._free, self._runtime.record(copies)):
                 self._runtime.wait(caller, other)
             self._free = [self._runtime.record(caller)] * HALVES
-            self._pending.add(caller, self._free[0], plan)
+            self._pending.add(self._free[0], plan)
             raise
         self._runtime.wait(caller, self._runtime.record(copies))
 
@@ -144,7 +144,7 @@ class Staged:
         _, nbytes = runs_and_bytes(plan, layers, count)
         descriptors = sum(len(chunk.nbytes) for chunk in chunks)
         done = completion(self._runtime, caller, lists)
-        self._pending.add(caller, done.event, plan)
+        self._pending.add(done.event, plan)
         return Receipt("staged", nbytes, descriptors, kernels, lists.tell_uploads(), event=done)
 
     def _lists(self, stream: Stream, items: Items, direction: str) -> Placed:

@@ -13,6 +13,7 @@ from refimpl.indices import check
 from refimpl.layout import Buffer, buffers, upstream_shape
 from refimpl.pinned import Block, HostMemory
 from refimpl.plan import Registration
+from refimpl.teardown import call_all
 
 
 class HostBuffers:
@@ -45,14 +46,7 @@ class HostBuffers:
     def close(self) -> None:
         """Undo registrations and let go of the memory. Views that are still held stay readable. Idempotent."""
         blocks, self._blocks, self.storage, self.closed = self._blocks, [], [], True
-        failures: list[Exception] = []
-        for block in blocks:
-            try:
-                block.close()
-            except Exception as failure:
-                failures.append(failure)
-        if failures:
-            raise failures[0]
+        call_all(block.close for block in blocks)
 
     def _require_open(self) -> None:
         if self.closed:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import cache, partial
 
 import torch
@@ -22,6 +22,7 @@ from refimpl.plan import Plan
 from refimpl.plan import plan as make_plan
 from refimpl.receipt import Receipt
 from refimpl.support import BACKENDS, MEMORY, UnsupportedPairing, capabilities, require
+from refimpl.teardown import call_all
 from refimpl.transfer import Transfer
 
 # Of options that are numbers: the least and the most.
@@ -75,7 +76,7 @@ class HostPool(HostBuffers):
         self._plans: weakref.WeakKeyDictionary[DevicePool, dict[bool, tuple[tuple[int, ...], Plan]]]
         self._plans = weakref.WeakKeyDictionary()
         bookings: list[Callable[[], None]] = []
-        self._give_back = weakref.finalize(self, _call_all, bookings)
+        self._give_back = weakref.finalize(self, call_all, bookings)
         book = partial(_book, bookings, spec.name)
         try:
             book(budget, num_pages * spec.page_bytes)
@@ -222,11 +223,7 @@ class HostPool(HostBuffers):
         with self._users_changed:
             self._closing = True
             self._users_changed.wait_for(lambda: not self._users)
-        with ExitStack() as last_first:  # each of them, whatever the others raise
-            last_first.callback(self._give_back)
-            last_first.callback(self._plans.clear)  # a plan keeps the memory alive
-            last_first.callback(super().close)
-            last_first.callback(self._finish)
+        call_all((self._finish, super().close, self._plans.clear, self._give_back))  # a plan keeps the memory alive
 
     destroy = close
 
@@ -281,8 +278,3 @@ def _book(bookings: list[Callable[[], None]], owner: str, budget: Budget | None,
     budget.book(owner, nbytes)
     bookings.append(cache(partial(budget.release, owner, nbytes)))
     return bookings[-1]
-
-
-def _call_all(calls: list[Callable[[], None]]) -> None:
-    for call in calls:
-        call()

@@ -12,11 +12,13 @@ import ctypes
 import mmap
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 
 from refimpl.cudart import cudart
+from refimpl.teardown import call_all
 
 
 class Registrar(Protocol):
@@ -130,22 +132,9 @@ class CudaRegistrar:
 
 
 def _close(first: list[Callable[[], None]], registrar: Registrar | None, chunks: list[tuple[int, int]]) -> None:
-    try:
-        for call in first:
-            call()
-    finally:
-        _unregister(registrar, chunks)
+    call_all((*first, partial(_unregister, registrar, chunks)))
 
 
 def _unregister(registrar: Registrar | None, chunks: list[tuple[int, int]]) -> None:
-    """Undo all of them, also when one fails; then raise what the first one raised."""
-    if registrar is None:
-        return
-    failures: list[Exception] = []
-    for address, _ in reversed(chunks):
-        try:
-            registrar.unregister(address)
-        except Exception as failure:
-            failures.append(failure)
-    if failures:
-        raise failures[0]
+    if registrar:
+        call_all(partial(registrar.unregister, address) for address, _ in reversed(chunks))

@@ -13,7 +13,7 @@ import random
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-MANY = 16  # events to keep before those that have passed are forgotten
+from refimpl.teardown import call_all
 
 BATCHED = "batch"  # the call that takes many copies
 
@@ -122,36 +122,24 @@ class Completion:
             self.verdict()
 
 
-def synchronize_all(events: Iterable[Event]) -> None:
-    """Wait for every event, also when one fails; then raise what the first one raised."""
-    failures: list[Exception] = []
-    for event in events:
-        try:
-            event.synchronize()
-        except Exception as failure:
-            failures.append(failure)
-    if failures:
-        raise failures[0]
-
-
 class Pending:
-    """The last event of every stream that was given work: what a pool must wait for before it lets go of its memory."""
+    """Work under way: what a pool must wait for before it lets go of its memory."""
 
     def __init__(self) -> None:
-        self._work: dict[Stream, tuple[Event, object]] = {}
+        self._work: deque[tuple[Event, object]] = deque()
         self._lock = threading.Lock()
 
-    def add(self, stream: Stream, event: Event, keep: object) -> None:
+    def add(self, event: Event, keep: object) -> None:
         """`keep` is kept until the event has passed and more work comes: memory that the work reads or writes, say."""
         with self._lock:
-            self._work[stream] = event, keep
-            if len(self._work) > MANY:  # streams come and go
-                self._work = {s: work for s, work in self._work.items() if not work[0].query()}
+            while self._work and self._work[0][0].query():
+                self._work.popleft()
+            self._work.append((event, keep))
 
     def wait(self) -> None:
         with self._lock:
-            work, self._work = self._work, {}
-        synchronize_all(event for event, _ in work.values())
+            work, self._work = self._work, deque[tuple[Event, object]]()
+        call_all(event.synchronize for event, _ in work)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

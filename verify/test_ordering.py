@@ -10,6 +10,7 @@ import gc
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -750,6 +751,26 @@ def test_pools_and_lists_may_be_forgotten_while_they_are_at_work(
 
 
 @every_backend
+def test_each_of_several_transfers_keeps_its_own_device_pool(backend: str, queue: QueueRuntime) -> None:
+    """On one stream, none of them done when its device pool is forgotten."""
+    host, pages = host_pool("page_first", backend), range(5)
+    kept: list[weakref.ref[DevicePool]] = []
+    buffers: list[weakref.ref[torch.Tensor]] = []
+    for page in pages:
+        device = DevicePool(SPEC, 6)
+        device.buffer("k", 0).fill_(page)
+        host.backup(device, slots_of([page], 4), slots_of([page], 4))
+        kept.append(weakref.ref(device))
+        buffers.append(weakref.ref(device.buffer("k", 0)))
+        del device
+    gc.collect()
+    assert not any(pool() for pool in kept)
+    assert all(buffer() is not None for buffer in buffers)
+    queue.synchronize()
+    assert [set(host.layer_view("k", 0)[page].flatten().tolist()) for page in pages] == [{page} for page in pages]
+
+
+@every_backend
 def test_a_pool_that_is_closed_by_another_thread_closes_between_two_transfers(
     backend: str, queue: QueueRuntime
 ) -> None:
@@ -840,6 +861,14 @@ def test_auto_has_nothing_to_explain_where_nothing_moves(queue: QueueRuntime) ->
 # ---- Errors
 
 
+def filled_twins(backend: str, layout: str) -> Twins:
+    """Host pools full of words that name their places."""
+    twins = Twins(backend, layout)
+    for pool in (*twins.hosts, *twins.right_hosts):
+        fill.fill_host(pool)
+    return twins
+
+
 def fail_once(queue: QueueRuntime, monkeypatch: pytest.MonkeyPatch, call: str, number: int) -> None:
     """Let the `number`th launch or copy from now on raise, before it does anything."""
     done, function = 0, getattr(queue, call)
@@ -896,9 +925,7 @@ def test_what_a_failed_transfer_left_behind_does_not_disturb_the_next_one(
 ) -> None:
     """On another stream: kernels of the failed one may still be waiting to use the staging buffer."""
     for late in range(16):
-        twins = Twins("staged", "page_first")
-        for pool in (*twins.hosts, *twins.right_hosts):
-            fill.fill_host(pool)
+        twins = filled_twins("staged", "page_first")
         with monkeypatch.context() as patch, queue.on("failing"):
             for _ in range(late):
                 queue.submit(lambda: None)
@@ -920,9 +947,7 @@ def test_a_failed_transfer_forgets_nobody_elses_use_of_the_staging_buffer(
 ) -> None:
     """Its half is one of two; the other one is still being emptied on another stream when it fails."""
     for late in range(16):
-        twins = Twins("staged", "page_first")
-        for pool in (*twins.hosts, *twins.right_hosts):
-            fill.fill_host(pool)
+        twins = filled_twins("staged", "page_first")
         with queue.on("before"):
             for _ in range(late):
                 queue.submit(lambda: None)

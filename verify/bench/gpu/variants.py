@@ -17,10 +17,11 @@ import numpy as np
 import torch
 
 from kernels_cupy.copy_engine import merged
-from kernels_cupy.jobs import jobs, mapped, runs_and_bytes
-from kernels_cupy.launches import Shape, launches
+from kernels_cupy.jobs import jobs, runs_and_bytes
+from kernels_cupy.launches import Shape
 from kernels_cupy.lists import completion, place
 from kernels_cupy.runtimes import runtime
+from kernels_cupy.sm_copy import across_the_bus
 from refimpl import DevicePool, Receipt, UnsupportedPairing, plan
 from refimpl.geometry import NO_LAYER
 from refimpl.host_buffers import HostBuffers
@@ -85,19 +86,8 @@ def words_of_eight_bytes(
     stream, made = device_runtime.current(), plan(host, device)
     items = Items(_pages(at[0], host.page_size), _pages(at[1], host.page_size))
     lists = place(device_runtime, stream, items, ("host", "device"))
-    wide = [
-        launch
-        for job in jobs(made, layers)
-        for launch in launches(
-            mapped(made, job.host),
-            job.device,
-            job.loops,
-            job.run,
-            direction,
-            Shape(2, 32, 1024),
-            job.keeps_page_together,
-        )
-    ]
+    shape = Shape(2, 32, 1024)
+    wide = [launch for job in jobs(made, layers) for launch in across_the_bus(made, job, direction, shape)]
     if any(launch.kernel not in ("copy_runs<16>", "copy_runs<8>") for launch in wide):
         raise UnsupportedPairing("rows that are no multiple of 8 bytes")
     narrow = [replace(launch, kernel="copy_runs<8>") for launch in wide]
