@@ -19,21 +19,28 @@ class PageAllocator:
 
     Semantics of upstream's host pools (`srt/mem_cache/pool_host/base.py`): `alloc` returns an int64 CPU tensor or None
     when the pool is full, `free` returns the number of slots it took back. Unlike upstream, every pool refuses double
-    frees, foreign slots and partial pages. Safe to call from several threads.
+    frees, foreign slots and partial pages, and slots that a transfer reads or writes can be locked: they may be freed,
+    but nobody gets them before the last lock is gone. Safe to call from several threads.
+
+    reserved  pages, from page 0 on, that are never handed out (engines keep one as padding on the device)
     """
 
-    def __init__(self, num_pages: int, page_size: int) -> None:
-        self.num_pages, self.page_size = num_pages, page_size
+    def __init__(self, num_pages: int, page_size: int, reserved: int = 0) -> None:
+        self.num_pages, self.page_size, self.reserved = num_pages, page_size, min(reserved, num_pages)
         self._lock = threading.RLock()
+        self._locks = np.zeros(num_pages, np.int64)
         self.clear()
 
     def clear(self) -> None:
-        """Take every page back."""
+        """Take every page back; those that are locked follow when they no longer are."""
         with self._lock:
             # A ring of page numbers: freed pages queue up behind the free ones, and no tensor handed out shares it.
-            self._ring = np.arange(self.num_pages, dtype=np.int64)
-            self._head, self._count = 0, self.num_pages
+            self._ring = np.zeros(self.num_pages, np.int64)
+            self._head, self._count = 0, 0
             self._used = np.zeros(self.num_pages, bool)
+            self._leaving = self._locks > 0
+            self._leaving[: self.reserved] = False
+            self._append(np.flatnonzero(~self._leaving[self.reserved :]) + self.reserved)
 
     @property
     def size(self) -> int:
@@ -60,14 +67,44 @@ class PageAllocator:
         """Take slots back. `ValueError`, with nothing freed, for slots that are not allocated."""
         pages = check(indices, self.page_size, self.num_pages, "freed", unique=True)
         with self._lock:
-            idle = pages[~self._used[pages]]
-            if len(idle):
-                raise ValueError(f"slot {idle[0] * self.page_size} is not allocated: freed twice, or never handed out")
-            tail = (self._head + self._count + np.arange(len(pages))) % max(self.num_pages, 1)
-            self._ring[tail] = pages
-            self._count += len(pages)
+            self._require_used(pages)
             self._used[pages] = False
+            locked = self._locks[pages] > 0
+            self._leaving[pages[locked]] = True
+            self._append(pages[~locked])
         return len(pages) * self.page_size
+
+    def lock(self, indices: torch.Tensor) -> None:
+        """Nobody gets these slots before `unlock`, whoever frees them meanwhile. Locks are counted.
+
+        `ValueError`, with nothing locked, for slots that are not allocated.
+        """
+        pages = check(indices, self.page_size, self.num_pages, "locked", unique=False)
+        with self._lock:
+            self._require_used(pages)
+            np.add.at(self._locks, pages, 1)
+
+    def unlock(self, indices: torch.Tensor) -> None:
+        """Undo one `lock`. `ValueError`, with nothing unlocked, for slots that are not locked so often."""
+        pages = check(indices, self.page_size, self.num_pages, "unlocked", unique=False)
+        with self._lock:
+            distinct, times = np.unique(pages, return_counts=True)
+            short = distinct[self._locks[distinct] < times]
+            if len(short):
+                raise ValueError(f"slot {short[0] * self.page_size} is not locked so often")
+            self._locks[distinct] -= times
+            gone = distinct[self._leaving[distinct] & (self._locks[distinct] == 0)]
+            self._leaving[gone] = False
+            self._append(gone)
+
+    def _require_used(self, pages: np.ndarray) -> None:
+        idle = pages[~self._used[pages]]
+        if len(idle):
+            raise ValueError(f"slot {idle[0] * self.page_size} is not allocated: freed twice, or never handed out")
+
+    def _append(self, pages: np.ndarray) -> None:
+        self._ring[(self._head + self._count + np.arange(len(pages))) % max(self.num_pages, 1)] = pages
+        self._count += len(pages)
 
 
 class Budget:

@@ -132,6 +132,13 @@ class HostPool(HostBuffers):
         """Take every slot back; the bytes stay."""
         self._slots.clear()
 
+    def lock(self, indices: torch.Tensor) -> None:
+        """Slots that a transfer reads or writes: whoever frees them, nobody gets them before `unlock`."""
+        self._slots.lock(indices)
+
+    def unlock(self, indices: torch.Tensor) -> None:
+        self._slots.unlock(indices)
+
     # ---- transfers
 
     def backup(self, device: DevicePool, host_indices: Indices, device_indices: Indices) -> Receipt:

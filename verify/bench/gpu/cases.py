@@ -74,7 +74,12 @@ VARIANTS = (
     Mover("one staging buffer"),
     Mover("memcpy one by one"),
 )
-BESIDE_A_MATMUL = (Mover("direct"), Mover("staged"), Mover("kernel", blocks=4), Mover("auto"))
+BESIDE_A_MATMUL = (
+    Mover("direct"),
+    Mover("staged"),
+    *(Mover("kernel", blocks=blocks) for blocks in (1, 2, 4)),
+    Mover("auto"),
+)
 
 # The geometries of SGLang's measured table, under the names that `data/results/sglang-*.json` uses.
 SGLANG_CASES = (
