@@ -6,9 +6,12 @@ was taken on; since every transfer ends on the caller's stream, whatever a trans
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections import deque
-from functools import cache
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -16,10 +19,14 @@ import torch
 
 from kernels_cupy.copies import Copies
 from kernels_cupy.specs import KERNELS, OPTIONS, kernel_of, source
+from refimpl.hooks import reached
 from refimpl.runtime import Event, Stream
 
 PINNED_BYTES = 8 << 20
 ALIGNMENT = 256
+
+EQUAL = ctypes.c_uint(1)  # CU_STREAM_WAIT_VALUE_EQ
+CYCLES_A_SECOND = 1.8e9  # of an SM, about
 
 LEGACY_DEFAULT = (0, 1)  # handles of the stream that synchronises with all others
 
@@ -36,6 +43,7 @@ class CudaRuntime:
         self._copies = Copies()
         self._cupy_streams: dict[tuple[int, int], Any] = {}
         self._pinned = PinnedRing(PINNED_BYTES)
+        self._gates: list[tuple[Event, torch.Tensor]] = []
         self._one_at_a_time = threading.Lock()
 
     def compile(self) -> None:
@@ -54,14 +62,42 @@ class CudaRuntime:
     def stream(self) -> torch.cuda.Stream:
         return torch.cuda.Stream()
 
+    def on(self, stream: Stream) -> AbstractContextManager[None]:
+        return torch.cuda.stream(stream)
+
+    def issue(self, stream: Stream, call: Callable[[], object]) -> None:
+        with torch.cuda.stream(stream):
+            call()
+
+    def gate(self, stream: Stream) -> Callable[[], object]:
+        """The stream looks at a word of pinned memory until it is 1; neither the host nor an SM is kept busy."""
+        self._gates = [(event, word) for event, word in self._gates if not event.query()]
+        word = torch.zeros(1, dtype=torch.int32, pin_memory=True)
+        error = ctypes.CDLL("libcuda.so.1").cuStreamWaitValue32_v2(
+            ctypes.c_void_p(stream.cuda_stream), ctypes.c_uint64(word.data_ptr()), ctypes.c_uint32(1), EQUAL
+        )
+        if error:
+            raise RuntimeError(f"a stream cannot wait for a word in memory here: CUDA driver error {error}")
+        self._gates.append((self.record(stream), word))
+        return partial(word.fill_, 1)
+
+    def delay(self, stream: Stream, seconds: float) -> None:
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(int(seconds * CYCLES_A_SECOND))
+
     def batchable(self, stream: Stream) -> bool:
         """The batched copy returns an error on the legacy default stream (vLLM issue 46345)."""
         return stream.cuda_stream not in LEGACY_DEFAULT
 
-    def record(self, stream: Stream) -> Event:
-        event = torch.cuda.Event()
+    def record(self, stream: Stream, timed: bool = False) -> Event:
+        event = torch.cuda.Event(enable_timing=timed)
         event.record(stream)
         return event
+
+    def seconds(self, begin: Event, end: Event) -> float:
+        assert isinstance(begin, torch.cuda.Event)
+        assert isinstance(end, torch.cuda.Event)
+        return begin.elapsed_time(end) / 1e3
 
     def wait(self, stream: Stream, event: Event) -> None:
         stream.wait_event(event)
@@ -94,16 +130,18 @@ class CudaRuntime:
     # ---- work
 
     def copy(self, stream: Stream, to: np.ndarray, source: np.ndarray, nbytes: np.ndarray, no_batches: str = "") -> str:
+        reached("copy", self, stream)
         return self._copies.submit(stream.cuda_stream, to, source, nbytes, no_batches=no_batches)
 
     def launch(self, stream: Stream, kernel: str, blocks: int, arguments: np.ndarray) -> None:
         expected = kernel_of(kernel).arguments
         if arguments.dtype != expected:
             raise TypeError(f"{kernel} takes {expected}, got {arguments.dtype}")
+        reached("relayout", self, stream)
         # As one opaque value: CuPy asks NumPy to describe a struct, at every launch, and that takes longer than it.
         opaque = np.ndarray((), _opaque(arguments.nbytes), arguments)
-        with self._cupy_stream(stream):
-            _function(kernel)((blocks,), (self.threads,), (opaque,))
+        # To name the stream takes less time than to make it CuPy's current one and then the one before it again.
+        _function(kernel)((blocks,), (self.threads,), (opaque,), stream=self._cupy_stream(stream))
 
     def _cupy_stream(self, stream: torch.cuda.Stream) -> Any:
         """CuPy's view of a stream of torch's; it keeps the stream alive."""

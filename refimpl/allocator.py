@@ -74,6 +74,12 @@ class PageAllocator:
             self._append(pages[~locked])
         return len(pages) * self.page_size
 
+    def free_rest(self, indices: torch.Tensor) -> int:
+        """Take back those pages of a list that are still allocated. Returns how many slots that are."""
+        pages = check(indices, self.page_size, self.num_pages, "freed", unique=True)
+        with self._lock:
+            return self.free(slots_of(pages[self._used[pages]], self.page_size))
+
     def lock(self, indices: torch.Tensor) -> None:
         """Nobody gets these slots before `unlock`, whoever frees them meanwhile. Locks are counted.
 

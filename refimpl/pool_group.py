@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
 from refimpl.geometry import PoolSpec
 from refimpl.host_pool import HostPool
+from refimpl.windows import Window
 
 
 class LogicalPool(HostPool):
@@ -24,7 +26,7 @@ class PoolTransfer:
 
     name: str
     host_indices: torch.Tensor | None = None
-    device_indices: torch.Tensor | None = None
+    device_indices: torch.Tensor | Window | None = None
 
 
 class HostPoolGroup:
@@ -82,6 +84,11 @@ class HostPoolGroup:
         """Information only: some member could. Where indices live is for each pool to decide."""
         return any(pool.can_use_write_back_jit for pool in self.pools.values())
 
+    def owner(self, name: str) -> str:
+        """The pool whose indices a pool uses: its own, or those of the one it rides on."""
+        source = self.pools[name].spec.indices_from
+        return self.owner(source) if source else name
+
     def alloc(
         self, need: int, pool: str | None = None, reclaim: Callable[[int], object] | None = None
     ) -> torch.Tensor | None:
@@ -94,11 +101,11 @@ class HostPoolGroup:
         return slots
 
     def resolve(
-        self, transfers: Sequence[PoolTransfer], reclaim: Callable[[int], object] | None = None
+        self, transfers: Sequence[PoolTransfer], reclaim: Callable[[str, int], object] | None = None
     ) -> list[PoolTransfer] | None:
         """Fill in host indices: own slots first, in order of names so that all ranks agree, then those taken over.
 
-        None when a pool is full. Then, and when anything here raises, all slots that were taken are given back.
+        None when a pool is full, also after `reclaim(name, need)`. Then, and when anything here raises, all slots that were taken are given back.
         """
         wanted = {t.name: t for t in transfers}
         if len(wanted) < len(transfers):
@@ -112,7 +119,7 @@ class HostPoolGroup:
                 transfer = wanted[name]
                 if transfer.host_indices is None and not self.pools[name].spec.indices_from:
                     need = 0 if transfer.device_indices is None else transfer.device_indices.numel()
-                    slots = self.alloc(need, name, reclaim)
+                    slots = self.alloc(need, name, reclaim and partial(reclaim, name))
                     if slots is None:
                         self._give_back(taken)
                         return None

@@ -11,16 +11,18 @@ import ctypes
 import itertools
 import random
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 
+from refimpl.hooks import reached
 from refimpl.teardown import call_all
 
 BATCHED = "batch"  # the call that takes many copies
@@ -61,11 +63,31 @@ class Runtime(Protocol):
         """A stream of our own."""
         ...
 
+    def on(self, stream: Stream) -> AbstractContextManager[None]:
+        """Make a stream the caller's."""
+        ...
+
+    def issue(self, stream: Stream, call: Callable[[], object]) -> None:
+        """Call what submits work to the caller's stream, with `stream` as that; on a CPU it is the call that waits."""
+        ...
+
+    def gate(self, stream: Stream) -> Callable[[], object]:
+        """The stream waits until the function that is returned is called."""
+        ...
+
+    def delay(self, stream: Stream, seconds: float) -> None:
+        """The stream waits so long, about."""
+        ...
+
     def batchable(self, stream: Stream) -> bool:
         """Whether the stream takes batched copies."""
         ...
 
-    def record(self, stream: Stream) -> Event: ...
+    def record(self, stream: Stream, timed: bool = False) -> Event: ...
+
+    def seconds(self, begin: Event, end: Event) -> float:
+        """Between two timed events that have passed."""
+        ...
 
     def wait(self, stream: Stream, event: Event) -> None:
         """What is submitted to the stream from now on runs after the event."""
@@ -150,6 +172,7 @@ class Pending:
 class QueuedEvent:
     queue: QueueRuntime
     passed: bool = False
+    at: float = 0.0
 
     def query(self) -> bool:
         return self.passed
@@ -195,9 +218,8 @@ class QueueRuntime:
         return getattr(self._here, "stream", "default")
 
     @contextmanager
-    def on(self, name: str) -> Iterator[None]:
-        """Make a stream the caller's."""
-        before, self._here.stream = self.current(), name
+    def on(self, stream: Stream) -> Iterator[None]:
+        before, self._here.stream = self.current(), stream
         try:
             yield
         finally:
@@ -205,6 +227,22 @@ class QueueRuntime:
 
     def stream(self) -> Stream:
         return f"private {next(self._streams)}"
+
+    def issue(self, stream: Stream, call: Callable[[], object]) -> None:
+        with self.on(stream):
+            call()
+
+    def gate(self, stream: Stream) -> Callable[[], object]:
+        event = QueuedEvent(self)
+        self.wait(stream, event)
+
+        def open_it() -> None:
+            event.passed = True
+
+        return open_it
+
+    def delay(self, stream: Stream, seconds: float) -> None:
+        self.submit(lambda: time.sleep(seconds), stream)
 
     def batchable(self, stream: Stream) -> bool:
         return stream != "default"
@@ -214,14 +252,19 @@ class QueueRuntime:
         with self._lock:
             self._queues.setdefault(stream or self.current(), deque()).append(Operation(what, after))
 
-    def record(self, stream: Stream) -> QueuedEvent:
+    def record(self, stream: Stream, timed: bool = False) -> QueuedEvent:
         event = QueuedEvent(self)
 
         def passed() -> None:
-            event.passed = True
+            event.passed, event.at = True, time.perf_counter()
 
         self.submit(passed, stream)
         return event
+
+    def seconds(self, begin: Event, end: Event) -> float:
+        assert isinstance(begin, QueuedEvent)
+        assert isinstance(end, QueuedEvent)
+        return end.at - begin.at
 
     def wait(self, stream: Stream, event: Event) -> None:
         assert isinstance(event, QueuedEvent)
@@ -269,6 +312,7 @@ class QueueRuntime:
 
     def copy(self, stream: Stream, to: np.ndarray, source: np.ndarray, nbytes: np.ndarray, no_batches: str = "") -> str:
         """One operation for the whole batch, its copies in any order."""
+        reached("copy", self, stream)
         copies = list(zip(to.tolist(), source.tolist(), nbytes.tolist(), strict=True))
         self._random.shuffle(copies)
 
@@ -280,6 +324,7 @@ class QueueRuntime:
         return f"one by one: {no_batches}" if no_batches else BATCHED
 
     def launch(self, stream: Stream, kernel: str, blocks: int, arguments: np.ndarray) -> None:
+        reached("relayout", self, stream)
         self.submit(lambda: self._launcher(kernel, blocks, self.threads, arguments), stream)
 
     # ---- running
@@ -292,7 +337,7 @@ class QueueRuntime:
         with self._lock:
             take_turns, ranks = self._random.random() < 0.5, dict[Hashable, float]()
             while not event.passed:
-                ready = [s for s, q in self._queues.items() if q and (q[0].after is None or q[0].after.passed)]
+                ready = self._ready()
                 if not ready:
                     raise RuntimeError("the device waits for an event that nothing will reach")
                 for stream in ready:
@@ -300,7 +345,36 @@ class QueueRuntime:
                 chosen = self._random.choice(ready) if take_turns else max(ready, key=ranks.__getitem__)
                 self._queues[chosen].popleft().what()
 
+    def advance(self, most: int = 1) -> int:
+        """Run so many operations in any legal order, or as many as there are. Returns how many."""
+        with self._lock:
+            for count in range(most):
+                ready = self._ready()
+                if not ready:
+                    return count
+                self._queues[self._random.choice(ready)].popleft().what()
+        return most
+
+    def _ready(self) -> list[Hashable]:
+        """Streams whose next operation may run."""
+        return [s for s, q in self._queues.items() if q and (q[0].after is None or q[0].after.passed)]
+
     def synchronize(self) -> None:
         """Run everything."""
         for stream in list(self._queues):
             self.run_until(self.record(stream))
+
+
+class HostQueue(QueueRuntime):
+    """The same for backends of the CPU, which do their work in the call: there it is the calls that are queued."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__(_no_kernels, seed=seed)
+
+    def issue(self, stream: Stream, call: Callable[[], object]) -> None:
+        reached("copy", self, stream)
+        self.submit(call, stream)
+
+
+def _no_kernels(kernel: str, blocks: int, threads: int, arguments: np.ndarray) -> None:
+    raise RuntimeError(f"a backend of the CPU launched {kernel}")

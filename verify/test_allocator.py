@@ -518,7 +518,7 @@ def test_a_request_that_is_refused_leaves_all_pools_as_they_were(wanted: list[Po
 def test_slots_are_given_back_when_reclaiming_fails() -> None:
     members = group(pool("kv"), pool("z", 0))
 
-    def reclaim(need: int) -> None:
+    def reclaim(name: str, need: int) -> None:
         raise RuntimeError("the tree is busy")
 
     with pytest.raises(RuntimeError, match="busy"):

@@ -9,6 +9,7 @@ from functools import cache
 import torch
 
 from refimpl.backends.protocol import Backend, Setup
+from refimpl.runtime import HostQueue, Runtime
 
 # name -> "module:class"
 MODULES = {
@@ -33,12 +34,17 @@ def unavailable(name: str, platform: str = "cpu") -> str | None:
     try:
         backend = _load(name)
         if MODULES[name].startswith(RUNTIMES.split(".")[0]):
-            runtime = importlib.import_module(RUNTIMES).runtime(platform)
+            device = runtime(platform)
             if getattr(backend, "launches_kernels", False):
-                runtime.compile()
+                device.compile()
     except ImportError as error:
         return f"backend {name!r} cannot be used: {error}"
     return None
+
+
+def runtime(platform: str) -> Runtime:
+    """Streams and events of a platform; on a CPU a queue of its own. `ImportError` where it cannot be had."""
+    return HostQueue() if platform == "cpu" else importlib.import_module(RUNTIMES).runtime(platform)
 
 
 def make(name: str, setup: Setup) -> Backend:
@@ -47,6 +53,12 @@ def make(name: str, setup: Setup) -> Backend:
     if reason:
         raise ImportError(reason)
     return _load(name)(setup)
+
+
+def staging_bytes(name: str, setup: Setup) -> int:
+    """Bytes of device memory without which a backend refuses to be made for a pool."""
+    needed = getattr(_load(name), "staging_bytes", None)
+    return needed(setup) if needed else 0
 
 
 @cache

@@ -1,0 +1,119 @@
+"""Named steps of a controller's work, which a test or a curious engineer may hold, delay or let fail.
+
+| step                 | where it is                                                                         |
+|----------------------|-------------------------------------------------------------------------------------|
+| `backup submit`      | on the host, before anything of what is queued is submitted                         |
+| `backup relayout`    | in a stream, before a kernel: of `staged`, or the copy itself with backend `kernel` |
+| `backup copy`        | in a stream, before a copy, or all the work of a backend of the CPU                 |
+| `backup acknowledge` | on the host, before what has finished is reported                                   |
+| `load …`             | the same four of a load                                                             |
+| `load layer 3`       | in the stream of loads, before layer 3                                              |
+
+What is held in a stream holds what comes behind it in that stream, nothing else. The host never blocks on a hold.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Protocol
+
+Stream = object
+
+STEP = re.compile(r"(backup|load) (submit|relayout|copy|acknowledge)|load layer \d+")
+
+
+class Streams(Protocol):
+    """What holding and delaying needs of a runtime."""
+
+    def gate(self, stream: Stream) -> Callable[[], object]: ...
+    def delay(self, stream: Stream, seconds: float) -> None: ...
+
+
+@dataclass(eq=False)
+class Hold:
+    """Released by `release`, or at the end of a `with` block."""
+
+    step: str
+    _open: list[Callable[[], object]] = field(default_factory=list)
+    released: bool = False
+
+    def release(self) -> None:
+        self.released = True
+        while self._open:
+            self._open.pop()()
+
+    def __enter__(self) -> Hold:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.release()
+
+
+class Hooks:
+    def __init__(self) -> None:
+        self._holds: list[Hold] = []
+        self._delays: dict[str, float] = {}
+        self._failures: dict[str, BaseException] = {}
+
+    def hold(self, step: str) -> Hold:
+        """Whoever reaches the step waits there until the hold is released."""
+        hold = Hold(_known(step))
+        self._holds.append(hold)
+        return hold
+
+    def delay(self, step: str, seconds: float) -> None:
+        """Whoever reaches the step waits so long; 0 undoes it."""
+        self._delays[_known(step)] = seconds
+
+    def fail(self, step: str, error: BaseException) -> None:
+        """The next one to reach the step raises `error`."""
+        self._failures[_known(step)] = error
+
+    def held(self, step: str) -> bool:
+        """Asked by the host, which comes back later."""
+        self._holds = [hold for hold in self._holds if not hold.released]
+        return any(hold.step == step for hold in self._holds)
+
+    def reached(self, step: str, runtime: Streams | None = None, stream: Stream = None) -> None:
+        """Raise if the step is to fail; hold or delay the stream."""
+        if step in self._failures:
+            raise self._failures.pop(step)
+        if runtime is None:
+            return
+        if self._delays.get(step):
+            runtime.delay(stream, self._delays[step])
+        for hold in self._holds:
+            if hold.step == step and not hold.released:
+                hold._open.append(runtime.gate(stream))
+
+    @contextmanager
+    def watching(self, direction: str) -> Iterator[None]:
+        """What runtimes do meanwhile, they do for transfers in this direction under these hooks."""
+        before = _watched.set((self, direction))
+        try:
+            yield
+        finally:
+            _watched.reset(before)
+
+
+_watched: ContextVar[tuple[Hooks, str] | None] = ContextVar("watched", default=None)
+
+
+def reached(step: str, runtime: Streams, stream: Stream) -> None:
+    """Called by runtimes: "relayout" or "copy" comes next in a stream."""
+    watched = _watched.get()
+    if watched:
+        hooks, direction = watched
+        hooks.reached(f"{direction} {step}", runtime, stream)
+
+
+def _known(step: str) -> str:
+    if not STEP.fullmatch(step):
+        raise ValueError(
+            f"no step {step!r}: there are 'load layer N', and submit, relayout, copy, acknowledge of backup and load"
+        )
+    return step

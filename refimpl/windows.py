@@ -1,0 +1,52 @@
+"""Device slots of a sliding-window pool, named by slots of the pool with the whole sequence.
+
+Engines keep a table from one to the other. Eviction from the window zeroes its entries, and a rebuild moves rows: when
+the table is read decides what is copied (SGLang issues 25889, 27294). So whoever queues a transfer says when.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+
+When = Literal["queued", "running"]
+WHEN: tuple[When, ...] = get_args(When)
+
+
+@dataclass(frozen=True, eq=False)
+class Window:
+    """
+    full     slots of the full pool, whole pages
+    mapping  for each slot of the full pool its slot in the window pool; 0 (padding on a device): it has none
+    when     "queued": as the table stands when the transfer is queued, whatever becomes of it;
+             "running": as it stands when the copy runs, for rows that are moved about meanwhile. A table on the GPU is
+             read in order of the copy's stream, one on the CPU when the copy is submitted there
+    """
+
+    full: torch.Tensor
+    mapping: torch.Tensor
+    when: When = "queued"
+
+    def __post_init__(self) -> None:
+        if self.when not in WHEN:
+            raise ValueError(f"a window is looked up when {' or '.join(map(repr, WHEN))}, got {self.when!r}")
+
+    def numel(self) -> int:
+        return self.full.numel()
+
+    def slots(self) -> torch.Tensor:
+        """Slots of the window pool now, where the table lies."""
+        return self.mapping[self.full.to(self.mapping.device)].to(torch.int64)
+
+
+def require_rows(window: Window, slots: torch.Tensor) -> None:
+    """`ValueError` for a slot without a row: its entry was zeroed, and row 0 is not what is meant."""
+    missing = (slots == 0).nonzero()
+    if len(missing):
+        slot = window.full.reshape(-1)[int(missing[0])].item()
+        raise ValueError(
+            f"slot {slot} has no row in the window: it was evicted. Look the window up when the transfer is queued "
+            f'(when="queued"), or keep the entry until it is acknowledged'
+        )
