@@ -1,0 +1,423 @@
+"""A tree of prefixes over a stack: which tokens have their states on the device, on the host, on the way between them.
+
+A node is a stretch of whole pages. Pools with a row for every token hold slots for all of a node (the anchor) or for
+its end (a window); a state belongs to the last token of a node. What is under way belongs to a ticket, which follows
+its nodes when they are split: slots are told apart by position, so each part is acknowledged with its own.
+
+Write policies as upstream's `UnifiedRadixCache`: `write_through` backs a node up when it is first inserted,
+`write_through_selective` when it is met again, `write_back` when it is evicted from the device.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from refimpl.controller import Ack, Controller
+from refimpl.pool_group import PoolTransfer
+
+# Policy -> times that a node is met before it is backed up; None: not before it is evicted.
+POLICIES: dict[str, int | None] = {"write_through": 1, "write_through_selective": 2, "write_back": None}
+
+Slots = dict[str, torch.Tensor]  # by pool that owns indices
+
+
+@dataclass(eq=False)
+class Node:
+    """
+    key           tokens, whole pages; empty at the root
+    device, host  slots on either side; a pool that is absent holds nothing of the node there
+    users         requests that read the node's device slots: it stays
+    """
+
+    key: np.ndarray
+    parent: Node | None = None
+    children: dict[bytes, Node] = field(default_factory=dict)
+    device: Slots = field(default_factory=dict)
+    host: Slots = field(default_factory=dict)
+    hits: int = 0
+    users: int = 0
+    used_at: int = 0
+    ticket: Ticket | None = None
+
+    def path(self) -> list[Node]:
+        """From below the root to this node."""
+        return [*self.parent.path(), self] if self.parent else []
+
+    def subtree(self) -> Iterator[Node]:
+        yield self
+        for child in self.children.values():
+            yield from child.subtree()
+
+
+@dataclass(eq=False)
+class Ticket:
+    """An operation under way, and what each node gets from it."""
+
+    direction: str
+    parts: dict[Node, Slots]
+    error: BaseException | None = None
+    done: bool = False
+
+
+@dataclass(frozen=True)
+class Match:
+    """The longest prefix that can be used: nodes whose tokens are all somewhere.
+
+    nodes      from the root downwards; those without device slots of the anchor must be loaded
+    length     tokens
+    on_device  tokens at the begin whose rows of the anchor are on the device, or on their way there
+    """
+
+    nodes: tuple[Node, ...]
+    length: int
+    on_device: int
+
+    @property
+    def arriving(self) -> bool:
+        """Whether some of it is being loaded: a reader waits for the layers of the latest load."""
+        return any(node.ticket and node.ticket.direction == "load" for node in self.nodes)
+
+    def slots(self, name: str) -> torch.Tensor:
+        """Device slots of a pool along the prefix, those that there are."""
+        found = [node.device[name] for node in self.nodes if name in node.device]
+        return torch.cat(found) if found else torch.empty(0, dtype=torch.int64)
+
+
+class PrefixCache:
+    """
+    policy   one of `POLICIES`
+    windows  pool -> tokens at the end of a prefix for which it must have slots; all of them where it is not named
+    """
+
+    def __init__(
+        self, controller: Controller, policy: str = "write_through", windows: Mapping[str, int] | None = None
+    ) -> None:
+        if policy not in POLICIES:
+            raise ValueError(f"policy must be one of {tuple(POLICIES)}, got {policy!r}")
+        self.controller, self.policy, self.windows = controller, policy, dict(windows or {})
+        group = controller.host
+        self.anchor, self.page_size = group.anchor.spec.name, group.page_size
+        self._riders = {name: [n for n in group.pools if group.owner(n) == name] for name in group.pools}
+        self._states = [n for n, p in group.pools.items() if any(c.unit == "slot" for c in p.spec.components)]
+        self._rows = [n for n in group.pools if group.owner(n) == n and n not in (self.anchor, *self._states)]
+        self.root = Node(np.empty(0, np.int64))
+        self._clock = itertools.count(1)
+
+    # ---- looking up
+
+    def match(self, tokens: Sequence[int] | np.ndarray) -> Match:
+        """The longest usable prefix. A node that is matched in part is split there, at a page's edge."""
+        nodes: list[Node] = []
+        for node in self._walk(self._whole_pages(tokens)):
+            if not (self.anchor in node.device or self.anchor in node.host):
+                break
+            nodes.append(node)
+        while nodes and not self._complete(nodes):
+            nodes.pop()
+        for node in nodes:
+            node.used_at = next(self._clock)
+        on_device = sum(len(n.key) for n in itertools.takewhile(lambda n: self.anchor in n.device, nodes))
+        return Match(tuple(nodes), sum(len(node.key) for node in nodes), on_device)
+
+    def _complete(self, nodes: Sequence[Node]) -> bool:
+        """Whether a request can go on behind the last node: its state is there, and the window before it."""
+        last = nodes[-1]
+        if not all(name in last.device or name in last.host for name in self._states):
+            return False
+        return all(self._covered(nodes, name) >= window for name, window in self._windows(nodes).items())
+
+    def _windows(self, nodes: Sequence[Node]) -> dict[str, int]:
+        length = sum(len(node.key) for node in nodes)
+        return {name: min(self.windows.get(name, length), length) for name in self._rows}
+
+    @staticmethod
+    def _covered(nodes: Sequence[Node], name: str) -> int:
+        """Tokens at the end of the nodes for which a pool has slots without a gap."""
+        covered = 0
+        for node in reversed(nodes):
+            here = max(len(side.get(name, ())) for side in (node.device, node.host))
+            covered += here
+            if here < len(node.key):
+                break
+        return covered
+
+    # ---- inserting
+
+    def insert(self, tokens: Sequence[int] | np.ndarray, slots: Mapping[str, torch.Tensor]) -> Slots:
+        """Remember a prefix and take its device slots over. Returns the slots that were not taken, for the caller.
+
+        slots  for the anchor, of every token; for other pools with token rows, of as many tokens at the end; for a
+               state pool, the one slot that holds the state after the last token. Tokens behind the last whole page
+               are not taken.
+        """
+        key = self._whole_pages(tokens)
+        self._require_slots(len(tokens), slots)
+        left: dict[str, list[torch.Tensor]] = {name: [] for name in slots}
+        begin, node = 0, self.root
+        for node in self._walk(key, grow=True):
+            self._adopt(node, begin, begin + len(node.key), len(tokens), slots, left)
+            begin += len(node.key)
+            node.hits, node.used_at = node.hits + 1, next(self._clock)
+        for name, given in slots.items():
+            if name not in self._states:
+                left[name].append(given[len(given) - (len(tokens) - len(key)) :])
+            elif node.key.size and len(key) == len(tokens) and name not in node.device:
+                node.device[name] = given
+            else:
+                left[name].append(given)
+        for met in node.path():
+            self._back_up_if_due(met)
+        return {name: torch.cat(parts) for name, parts in left.items() if parts and sum(map(len, parts))}
+
+    def _require_slots(self, tokens: int, slots: Mapping[str, torch.Tensor]) -> None:
+        for name, given in slots.items():
+            most = 1 if name in self._states else tokens
+            if len(given) > most or (name == self.anchor and len(given) != tokens):
+                raise ValueError(f"pool {name!r}: {len(given)} slots for {tokens} tokens")
+
+    def _adopt(
+        self,
+        node: Node,
+        begin: int,
+        end: int,
+        tokens: int,
+        slots: Mapping[str, torch.Tensor],
+        left: dict[str, list[torch.Tensor]],
+    ) -> None:
+        """Give a node at tokens begin..end the slots that it lacks."""
+        for name, given in slots.items():
+            if name in self._states:
+                continue
+            first = tokens - len(given)  # the token of the first slot
+            part = given[max(begin - first, 0) : max(end - first, 0)]
+            if not len(part):
+                continue
+            if name in node.device:
+                left[name].append(part)
+            else:
+                node.device[name] = part
+
+    def _walk(self, key: np.ndarray, grow: bool = False) -> Iterator[Node]:
+        """Nodes along a key, split where it ends or leaves them; `grow`: with a new one for what is not there."""
+        node = self.root
+        while len(key):
+            child = node.children.get(self._edge(key))
+            if child is None:
+                if not grow:
+                    return
+                child = Node(key, node)
+                node.children[self._edge(key)] = child
+            common = self._common(child.key, key)
+            if common < len(child.key):
+                child = self._split(child, common)
+            yield child
+            node, key = child, key[common:]
+
+    def _whole_pages(self, tokens: Sequence[int] | np.ndarray) -> np.ndarray:
+        return np.asarray(tokens, np.int64)[: len(tokens) // self.page_size * self.page_size]
+
+    def _edge(self, key: np.ndarray) -> bytes:
+        return key[: self.page_size].tobytes()
+
+    def _common(self, a: np.ndarray, b: np.ndarray) -> int:
+        """Tokens in common, whole pages."""
+        length = min(len(a), len(b))
+        different = np.flatnonzero(a[:length] != b[:length])
+        return int(different[0] if len(different) else length) // self.page_size * self.page_size
+
+    def _split(self, lower: Node, at: int) -> Node:
+        """Cut a node in two; returns the new upper one. What is under way for it is under way for both."""
+        upper = Node(lower.key[:at], lower.parent, hits=lower.hits, users=lower.users, used_at=lower.used_at)
+        assert lower.parent is not None
+        lower.parent.children[self._edge(lower.key)] = upper
+        lower.key, lower.parent = lower.key[at:], upper
+        upper.children[self._edge(lower.key)] = lower
+        upper.device, lower.device = self._cut(lower.device, len(lower.key))
+        upper.host, lower.host = self._cut(lower.host, len(lower.key))
+        if lower.ticket:
+            ticket = upper.ticket = lower.ticket
+            ticket.parts[upper], ticket.parts[lower] = self._cut(ticket.parts[lower], len(lower.key))
+        return upper
+
+    def _cut(self, slots: Slots, length: int) -> tuple[Slots, Slots]:
+        """Slots of all but the last `length` tokens, and of those. A state stays at the end."""
+        upper = {n: s[: max(len(s) - length, 0)] for n, s in slots.items() if n not in self._states}
+        lower = {n: s if n in self._states else s[max(len(s) - length, 0) :] for n, s in slots.items()}
+        return {n: s for n, s in upper.items() if len(s)}, lower
+
+    # ---- between device and host
+
+    def _back_up_if_due(self, node: Node) -> None:
+        threshold = POLICIES[self.policy]
+        if threshold is not None and node.hits >= threshold:
+            self._back_up(node)
+
+    def _back_up(self, node: Node) -> bool:
+        """Queue a backup of what the host lacks; whether there is one, now or from before."""
+        if node.ticket:
+            return node.ticket.direction == "backup"
+        if not self._reachable(node):
+            return False
+        missing = {name: slots for name, slots in node.device.items() if name not in node.host}
+        if not missing:
+            return True
+        ticket = node.ticket = Ticket("backup", {})  # already now: what comes before it must stay
+        operation = self.controller.write(ticket, self._transfers(missing, "device"), self.evict_host)
+        if operation is None:
+            node.ticket = None
+            return False
+        found = {name: operation.host_indices(name) for name in missing}
+        ticket.parts[node] = {name: slots for name, slots in found.items() if slots is not None}
+        return True
+
+    def _reachable(self, node: Node) -> bool:
+        """Whether what comes before a node is on the host or on its way there: if not, its copy is of no use.
+
+        Nodes that are evicted leaf by leaf come before what is in front of them.
+        """
+        parent = node.parent
+        if self.policy == "write_back" or parent is None or parent.parent is None or self.anchor in parent.host:
+            return True
+        return parent.ticket is not None and parent.ticket.direction == "backup"
+
+    def load_back(self, match: Match) -> bool:
+        """Queue a load of what a prefix lacks on the device. Whether all of it is there or on its way.
+
+        False, and nothing is queued, when no room can be made, or while a part is still on its way to the host.
+        """
+        wanted = {node: self._missing(match, node) for node in match.nodes}
+        wanted = {node: slots for node, slots in wanted.items() if slots}
+        if not wanted:
+            return True
+        if any(node.ticket for node in wanted):
+            return False
+        names = list(dict.fromkeys(name for slots in wanted.values() for name in slots))
+        host = {n: torch.cat([slots[n] for slots in wanted.values() if n in slots]) for n in names}
+        ticket = Ticket("load", {})
+        self.use(match)  # not to be evicted to make room for the rest
+        try:
+            operation = self.controller.load(ticket, self._transfers(host, "host"), self.evict)
+        finally:
+            self.release(match)
+        if operation is None:
+            return False
+        at = dict.fromkeys(names, 0)
+        for node, slots in wanted.items():
+            ticket.parts[node] = {}
+            for name, there in slots.items():
+                device = operation.device_indices(name)
+                assert isinstance(device, torch.Tensor)
+                ticket.parts[node][name] = device[at[name] : at[name] + len(there)]
+                at[name] += len(there)
+            node.device |= ticket.parts[node]  # in order of the stream they are there
+            node.ticket = ticket
+        return True
+
+    def use(self, match: Match) -> None:
+        """A request reads the prefix: nothing of it is evicted before `release`."""
+        for node in match.nodes[-1].path() if match.nodes else ():
+            node.users += 1
+
+    def release(self, match: Match) -> None:
+        """Undo one `use`, also of nodes that were split meanwhile."""
+        for node in match.nodes[-1].path() if match.nodes else ():
+            node.users -= 1
+
+    def _missing(self, match: Match, node: Node) -> Slots:
+        """Host slots of a node that a request behind the match needs on the device."""
+        wanted = {self.anchor}
+        if node is match.nodes[-1]:
+            wanted |= set(self._states)
+        behind = match.length - sum(len(n.key) for n in match.nodes[: match.nodes.index(node) + 1])
+        wanted |= {name for name in self._rows if behind < self.windows.get(name, match.length)}
+        return {name: node.host[name] for name in wanted if name in node.host and name not in node.device}
+
+    def _transfers(self, slots: Slots, side: str) -> list[PoolTransfer]:
+        """Of the pools that own indices and of those that ride on them."""
+        found = []
+        for name, indices in slots.items():
+            for rider in self._riders[name]:
+                given = {f"{side}_indices": indices} if rider == name else {}
+                found.append(PoolTransfer(rider, **given))
+        order = list(self.controller.host.pools)
+        return sorted(found, key=lambda t: order.index(t.name))
+
+    def check(self, wait: bool = False) -> list[Ack]:
+        """Take note of what has ended; `wait`: of everything that was submitted."""
+        acks = self.controller.acknowledge(wait)
+        for ack in acks:
+            if isinstance(ack.tag, Ticket):
+                self._ended(ack.tag, ack)
+        return acks
+
+    def _ended(self, ticket: Ticket, ack: Ack) -> None:
+        ticket.done, ticket.error = True, ack.error
+        for node, slots in ticket.parts.items():
+            node.ticket = None
+            if ticket.direction == "backup" and not ack.error:
+                node.host |= slots
+            if ticket.direction == "load" and ack.error:
+                node.device = {n: s for n, s in node.device.items() if n not in slots}
+                self._forget_if_empty(node)
+
+    # ---- making room
+
+    def evict(self, name: str, need: int) -> int:
+        """Free device slots of a pool, the least recently used first; returns how many. Backs up first if need be."""
+        freed = 0
+        while freed < need:
+            node = self._oldest("device", name)
+            if node is None:
+                break
+            if self.policy == "write_back" and self._back_up(node):
+                self.controller.start_writing()
+                self.check(wait=True)
+            freed += self._drop(node, "device", name)
+        return freed
+
+    def evict_host(self, name: str, need: int) -> int:
+        """Free host slots of a pool, the least recently used first; returns how many."""
+        freed = 0
+        while freed < need:
+            node = self._oldest("host", name)
+            if node is None:
+                break
+            freed += self._drop(node, "host", name)
+        return freed
+
+    def _oldest(self, side: str, name: str) -> Node | None:
+        """A node that may lose its slots: nobody uses it, nothing is under way, and the anchor goes leaf by leaf."""
+
+        def may_go(node: Node) -> bool:
+            children = [name in getattr(child, side) or child.ticket for child in node.children.values()]
+            leaf = name != self.anchor or not any(children)
+            return name in getattr(node, side) and not node.ticket and not node.users and leaf
+
+        return min(filter(may_go, self.root.subtree()), key=lambda node: node.used_at, default=None)
+
+    def _drop(self, node: Node, side: str, name: str) -> int:
+        """Slots freed of the pool; with the anchor's go all others of the node."""
+        held: Slots = getattr(node, side)
+        names = list(held) if name == self.anchor else [name]
+        count = len(held[name])
+        for gone in names:
+            self._free(side, gone, held.pop(gone))
+        self._forget_if_empty(node)
+        return count
+
+    def _forget_if_empty(self, node: Node) -> None:
+        """A leaf whose tokens are nowhere."""
+        while node.parent and not (node.children or node.ticket or {self.anchor} & {*node.device, *node.host}):
+            for side, slots in (("device", node.device), ("host", node.host)):
+                for name in list(slots):
+                    self._free(side, name, slots.pop(name))
+            del node.parent.children[self._edge(node.key)]
+            node = node.parent
+
+    def _free(self, side: str, name: str, slots: torch.Tensor) -> None:
+        (self.controller.stack.device_slots if side == "device" else self.controller.host.pools)[name].free(slots)
