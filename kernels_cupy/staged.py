@@ -46,13 +46,10 @@ class Staged:
     launches_kernels = True
 
     def __init__(self, setup: Setup) -> None:
-        pages, page_bytes = setup.staging_pages, setup.spec.page_bytes
-        if pages is None:
-            pages = HALVES * max(1, min(HALF_BYTES // max(page_bytes, 1), -(-setup.num_pages // HALVES)))
         self._runtime = runtime(setup.platform)
         self._runtime.compile()
         self._streams = {direction: self._runtime.stream() for direction in ("backup", "load")}
-        self.half_bytes = pages // HALVES * page_bytes
+        self.half_bytes = self.staging_bytes(setup) // HALVES
         self._give_back = setup.book(HALVES * self.half_bytes)
         try:
             self._buffer: torch.Tensor | None = self._runtime.empty(HALVES * self.half_bytes)
@@ -64,6 +61,14 @@ class Staged:
         self._pending = Pending()
         self._turn = 0
         self._one_at_a_time = threading.Lock()
+
+    @staticmethod
+    def staging_bytes(setup: Setup) -> int:
+        """Bytes of the buffer: whole pages in each half."""
+        pages, page_bytes = setup.staging_pages, setup.spec.page_bytes
+        if pages is None:
+            pages = HALVES * max(1, min(HALF_BYTES // max(page_bytes, 1), -(-setup.num_pages // HALVES)))
+        return HALVES * (pages // HALVES * page_bytes)
 
     def stays(self, side: str, indices: torch.Tensor) -> bool:
         return side == "device" and self._runtime.holds(indices)  # the host's are in descriptors

@@ -2,6 +2,7 @@
 
 from refimpl import oracle, presets
 from refimpl.allocator import Budget, PageAllocator
+from refimpl.assembler import Stack, build_stack
 from refimpl.device_pool import DevicePool
 from refimpl.geometry import Component, PoolSpec, Segment
 from refimpl.host_pool import HostPool
@@ -29,7 +30,9 @@ __all__ = [
     "Receipt",
     "Refusal",
     "Segment",
+    "Stack",
     "UnsupportedPairing",
+    "build_stack",
     "byte_offset",
     "oracle",
     "plan",

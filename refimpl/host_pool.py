@@ -75,12 +75,14 @@ class HostPool(HostBuffers):
         # For each device pool, plans by kind of item and the addresses that they were made for.
         self._plans: weakref.WeakKeyDictionary[DevicePool, dict[bool, tuple[tuple[int, ...], Plan]]]
         self._plans = weakref.WeakKeyDictionary()
+        self._staging: list[int] = []
         bookings: list[Callable[[], None]] = []
         self._give_back = weakref.finalize(self, call_all, bookings)
         book = partial(_book, bookings, spec.name)
         try:
             book(budget, num_pages * spec.page_bytes)
-            setup = Setup(spec, layout, num_pages, platform, staging_pages, blocks, partial(book, device_budget))
+            book_staging = partial(_noted, self._staging, partial(book, device_budget))
+            setup = Setup(spec, layout, num_pages, platform, staging_pages, blocks, book_staging)
             self._acquire(setup, memory, registration_limit)
         except BaseException:
             self._give_back()
@@ -107,6 +109,11 @@ class HostPool(HostBuffers):
         if pinned:
             self._require_pinned()
 
+    @property
+    def staging_bytes(self) -> int:
+        """Bytes of device memory that the backend holds for staging."""
+        return sum(self._staging)
+
     # ---- slots
 
     @property
@@ -127,6 +134,10 @@ class HostPool(HostBuffers):
     def free(self, indices: torch.Tensor) -> int:
         """Take slots back; returns how many. A sidecar owns none and frees none."""
         return 0 if self.spec.indices_from else self._slots.free(indices)
+
+    def free_rest(self, indices: torch.Tensor) -> int:
+        """Take back those slots of a list that are still allocated."""
+        return 0 if self.spec.indices_from else self._slots.free_rest(indices)
 
     def clear(self) -> None:
         """Take every slot back; the bytes stay."""
@@ -285,3 +296,10 @@ def _book(bookings: list[Callable[[], None]], owner: str, budget: Budget | None,
     budget.book(owner, nbytes)
     bookings.append(cache(partial(budget.release, owner, nbytes)))
     return bookings[-1]
+
+
+def _noted(held: list[int], book: Callable[[int], Callable[[], None]], nbytes: int) -> Callable[[], None]:
+    """Book bytes and keep a note of them in `held` until they are given back."""
+    give_back = book(nbytes)
+    held.append(nbytes)
+    return cache(partial(call_all, (partial(held.remove, nbytes), give_back)))

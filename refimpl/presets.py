@@ -7,7 +7,6 @@ Geometry is that of one tensor-parallel rank. Sources: [H] a public model config
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import torch
 
@@ -20,7 +19,7 @@ Layers = int | Sequence[int]
 
 
 def mha(
-    layers: int,
+    layers: Layers,
     heads: int,
     head_dim: int,
     dtype: torch.dtype = torch.bfloat16,
@@ -30,11 +29,15 @@ def mha(
     drafts: int = 0,
     name: str = "kv",
 ) -> PoolSpec:
-    """K and V rows per head; `v_head_dim` where V is not as wide as K; `drafts` appends draft layers."""
-    k = Component("k", dtype, heads=heads, dim=head_dim)
-    v = Component("v", dtype, heads=heads, dim=head_dim if v_head_dim is None else v_head_dim)
+    """K and V rows per head; `v_head_dim` where V is not as wide as K; `drafts` appends draft layers.
+
+    `layers` may name the layers that own rows: the attention layers of a hybrid model, say.
+    """
+    ids, count = _layer_ids(layers, drafts)
+    k = Component("k", dtype, heads=heads, dim=head_dim, layers=ids)
+    v = Component("v", dtype, heads=heads, dim=head_dim if v_head_dim is None else v_head_dim, layers=ids)
     family = "mha" if k.dim == v.dim else "asymmetric"
-    return PoolSpec(name, layers + drafts, page_size, (k, v), family, head_groups=head_groups)
+    return PoolSpec(name, count, page_size, (k, v), family, head_groups=head_groups)
 
 
 def mha_k_only(
@@ -67,7 +70,7 @@ def mha_quantised(
 
 
 def mla(
-    layers: int,
+    layers: Layers,
     latent_dim: int = 576,
     dtype: torch.dtype = torch.bfloat16,
     page_size: int = 64,
@@ -79,7 +82,9 @@ def mla(
 
     Packed FP8 rows with inline scales are this pool with `dtype=torch.uint8` and their bytes as `latent_dim`.
     """
-    return PoolSpec(name, layers + drafts, page_size, (Component("latent", dtype, dim=latent_dim, split=split),), "mla")
+    ids, count = _layer_ids(layers, drafts)
+    latent = Component("latent", dtype, dim=latent_dim, layers=ids, split=split)
+    return PoolSpec(name, count, page_size, (latent,), "mla")
 
 
 def dsa_indexer(
@@ -175,11 +180,12 @@ def _page_rows(
     return PoolSpec(name, count, page_size, (row,), family, indices_from)
 
 
-def _layer_ids(layers: Layers) -> tuple[tuple[int, ...] | None, int]:
-    """Owned layer ids (None: all) and the number of layers spanned."""
+def _layer_ids(layers: Layers, drafts: int = 0) -> tuple[tuple[int, ...] | None, int]:
+    """Owned layer ids (None: all) and the number of layers spanned, `drafts` appended to both."""
     if isinstance(layers, int):
-        return None, layers
-    return tuple(layers), max(layers, default=-1) + 1
+        return None, layers + drafts
+    count = max(layers, default=-1) + 1
+    return (*layers, *range(count, count + drafts)), count + drafts
 
 
 # ---- DeepSeek V4: bytes of a page of 256 tokens [W deepseek_v4_memory_pool.py]
@@ -249,6 +255,22 @@ def _gqa(layers: int, kv_heads: int, head_dim: int) -> Callable[[int, int], dict
     return build
 
 
+def _windowed(
+    layers: int, full: Sequence[int], kv_heads: int, head_dim: int
+) -> Callable[[int, int], dict[str, PoolSpec]]:
+    """Layers of full attention, and the others of sliding-window attention with indices of their own."""
+
+    def build(tp: int, page_size: int) -> dict[str, PoolSpec]:
+        heads = _shared(kv_heads, tp, "KV heads")
+        window = [i for i in range(layers) if i not in full]
+        return {
+            "kv": mha(full, heads, head_dim, page_size=page_size),
+            "swa": mha(window, heads, head_dim, page_size=page_size, name="swa"),
+        }
+
+    return build
+
+
 def _hybrid(
     attention: Sequence[int],
     kv_heads: int,
@@ -263,11 +285,9 @@ def _hybrid(
 
     def build(tp: int, page_size: int) -> dict[str, PoolSpec]:
         heads = _shared(kv_heads, tp, "KV heads")
-        kv = mha(max(attention) + 1, heads, head_dim, page_size=page_size)
-        owned = tuple(replace(c, layers=tuple(attention)) for c in kv.components)
         conv_shape, temporal_shape = _states(state_heads, state_head_dim, groups, state, tp)
         return {
-            "kv": replace(kv, components=owned),
+            "kv": mha(attention, heads, head_dim, page_size=page_size),
             "mamba": mamba(states, [conv_shape], temporal_shape=temporal_shape),
         }
 
@@ -319,6 +339,8 @@ MODELS: dict[str, Callable[[int, int], dict[str, PoolSpec]]] = {
     "nemotron-h": _hybrid(  # [W] defaults: 24 recurrent, 4 attention layers of 52
         _NEMOTRON_ATTENTION, 8, 128, _NEMOTRON_STATES, state_heads=128, state_head_dim=64, groups=8, state=128
     ),
+    "gpt-oss-20b": _windowed(24, range(1, 24, 2), 8, 64),  # [K] window and full layers by turns, window first
+    "gpt-oss-120b": _windowed(36, range(1, 36, 2), 8, 64),  # [K]
     "mimo-like": _mimo_like,  # [W] K 192, V 128, 4 heads; the number of layers is ours
 }
 

@@ -90,6 +90,19 @@ def shares(device_bytes: Mapping[str, int], nbytes: int) -> dict[str, int]:
     return {name: nbytes * part // whole if whole else 0 for name, part in device_bytes.items()}
 
 
+def pages_for_shares(device_pages: Mapping[str, int], page_bytes: Mapping[str, int], nbytes: int) -> dict[str, int]:
+    """Pages of pools that have one budget together, each with the whole pages of its share (see `shares`).
+
+    page_bytes  bytes of a page, riders included. A pool whose pages take none has as many for each of the device's as
+                the others, before rounding; if all are so, as many as the device
+
+    >>> pages_for_shares({"full": 300, "window": 100, "logical": 40}, {"full": 5, "window": 5, "logical": 0}, 1000)
+    {'full': 150, 'window': 50, 'logical': 20}
+    """
+    whole = sum(pages * page_bytes[name] for name, pages in device_pages.items())
+    return {name: pages * nbytes // whole if whole else pages for name, pages in device_pages.items()}
+
+
 def _require_bytes(spec: PoolSpec) -> None:
     if not spec.page_bytes:
         raise ValueError(f"pool {spec.name!r} stores no bytes; size it by its anchor")

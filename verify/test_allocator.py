@@ -480,10 +480,10 @@ def test_allocation_retries_once_after_reclaiming() -> None:
 
 def test_slots_are_taken_in_order_of_names_so_that_all_ranks_agree() -> None:
     members = group(pool("kv", 0), pool("a", 0), pool("z", 0))
-    asked: list[int] = []
+    asked: list[tuple[str, int]] = []
     wanted = [PoolTransfer(name, device_indices=torch.arange(n)) for name, n in (("z", 12), ("kv", 8), ("a", 4))]
-    assert members.resolve(wanted, asked.append) is None
-    assert asked == [4], "pool 'a' comes first, and its failure ends the matter"
+    assert members.resolve(wanted, lambda name, need: asked.append((name, need))) is None
+    assert asked == [("a", 4)], "pool 'a' comes first, and its failure ends the matter"
 
 
 def test_a_full_pool_leaves_the_others_as_they_were() -> None:

@@ -36,7 +36,8 @@ class Setup:
 class Backend(Protocol):
     """Moves bytes as a plan says. It never looks at a layout or a pool, only at addresses, strides and runs.
 
-    Made by a class that takes a `Setup`.
+    Made by a class that takes a `Setup`. If it cannot do without device memory of its own, the class says beforehand
+    how much by `staging_bytes(setup)`.
     """
 
     def stays(self, side: str, indices: torch.Tensor) -> bool:
