@@ -22,6 +22,7 @@ import torch
 from kernels_cupy import cache_folder
 from kernels_cupy.auto import table_path
 from kernels_cupy.specs import HASH
+from kernels_cupy.staged import HALVES
 from refimpl.device_pool import DevicePool
 from refimpl.geometry import Component, PoolSpec
 from refimpl.host_pool import HostPool
@@ -33,13 +34,14 @@ from refimpl.transfer import Transfer
 KIB, MIB = 1 << 10, 1 << 20
 IN_A_ROW = 4
 SAMPLES = 3
+CHUNKS = 4  # of a transfer by `staged`: the relayout of all but one goes on beside copies, as in a long transfer
 
 
 @dataclass(frozen=True)
 class Probe:
     """Pools whose pieces are of a chosen size: `rows` layers of a page lie together in the layout.
 
-    most  pages at most: enough to see the rate, and soon done where that is low
+    most  pages at most: enough to see the rate, and soon done where that is low, as with short descriptors
     """
 
     layout: str
@@ -57,8 +59,8 @@ SIZES = tuple(k * KIB for k in (1, 4, 8, 16, 24, 32, 48, 64, 96, 128, 512, 4096)
 # For `kernel` and `direct` a piece is a run, for `staged` what a page has in one place.
 PROBES = {
     "kernel": Probe("layer_first", 1, (128, 256, 512, KIB, 2 * KIB, 8 * KIB, 64 * KIB, 512 * KIB), 1 << 17),
-    "direct": Probe("layer_first", 1, SIZES, 1 << 13),
-    "staged": Probe("page_first", 4, SIZES, 1 << 13),
+    "direct": Probe("layer_first", 1, SIZES, 1 << 12),
+    "staged": Probe("page_first", 4, SIZES, 1 << 12),
 }
 
 
@@ -76,7 +78,7 @@ class Reused(HostMemory):
         self._block.close()
 
 
-def measure(platform: str = "cuda", payload: int = 256 * MIB) -> dict[str, Any]:
+def measure(platform: str = "cuda", payload: int = 64 * MIB) -> dict[str, Any]:
     """The table: {"backends": {backend: {direction: {"latency_s": …, "gb_per_s": [[bytes of a piece, GB/s], …]}}}}."""
     memory = Reused(
         payload + max(max(p.sizes) for p in PROBES.values()), CudaRegistrar() if platform == "cuda" else None
@@ -88,7 +90,7 @@ def measure(platform: str = "cuda", payload: int = 256 * MIB) -> dict[str, Any]:
             for piece in probe.sizes:
                 for direction, latency, speed in _speeds(name, probe, piece, platform, payload, memory):
                     rates[direction]["latency_s"] = min(rates[direction]["latency_s"], latency)
-                    rates[direction]["gb_per_s"].append([piece, round(speed, 3)])
+                    rates[direction]["gb_per_s"].append([piece, float(f"{speed:.5g}")])
             backends[name] = rates
     finally:
         memory.close()
@@ -104,7 +106,8 @@ def _speeds(
     pages = min(max(payload // piece, 1), probe.most)
     random = np.random.default_rng(piece)
     there, here = (slots_of(random.permutation(pages), 1) for _ in range(2))
-    with HostPool(spec, probe.layout, pages, name, memory=memory, platform=platform) as host:
+    staging = max(HALVES * pages // CHUNKS, HALVES)
+    with HostPool(spec, probe.layout, pages, name, memory=memory, platform=platform, staging_pages=staging) as host:
         device = DevicePool(spec, pages, MEMORY[platform])
         for direction in DIRECTIONS:
             all_pages = host.prepare(device, there, here, direction)

@@ -65,9 +65,13 @@ def jobs(plan: Plan, layers: tuple[int | None, ...]) -> list[Job]:
 
 
 def runs_and_bytes(plan: Plan, layers: tuple[int | None, ...], count: int) -> tuple[int, int]:
-    """Runs of `count` items, and the bytes they come to."""
-    per_item = [(job.runs_per_item, job.run) for job in jobs(plan, layers)]
-    return count * sum(runs for runs, _ in per_item), count * sum(runs * run for runs, run in per_item)
+    """Runs of `count` items, and the bytes they come to. Those of one item are worked out once."""
+    key = ("runs and bytes", layers)
+    per_item = plan.derived.get(key)
+    if per_item is None:
+        found = [(job.runs_per_item, job.run) for job in jobs(plan, layers)]
+        per_item = plan.derived[key] = sum(runs for runs, _ in found), sum(runs * run for runs, run in found)
+    return count * per_item[0], count * per_item[1]
 
 
 def _jobs(plan: Plan, layers: tuple[int | None, ...]) -> Iterator[Job]:
@@ -110,6 +114,14 @@ def offset(registration: Registration) -> int:
 def one_offset(registrations: tuple[Registration, ...]) -> bool:
     """Whether the way from a host address to the device's is the same everywhere."""
     return len(set(map(offset, registrations))) <= 1
+
+
+def needs_table(plan: Plan) -> bool:
+    """Whether kernels have to look up every address of the host's memory; found out once."""
+    needed = plan.derived.get("needs table")
+    if needed is None:
+        needed = plan.derived["needs table"] = not one_offset(plan.registrations)
+    return needed
 
 
 def out_of_reach(plan: Plan) -> str:

@@ -50,9 +50,10 @@ class Placed:
 def place(runtime: Runtime, stream: Stream, items: Items, sides: tuple[str, ...]) -> Placed:
     """Bring the lists of some sides to the device, once for all runs of a transfer on the caller's stream."""
     key: Hashable = sides, stream
-    if key not in items.placed:
-        items.placed[key] = _place(runtime, items, sides)
-    return items.placed[key]
+    placed = items.placed.get(key)
+    if placed is None:
+        placed = items.placed[key] = _place(runtime, items, sides)
+    return placed
 
 
 def _place(runtime: Runtime, items: Items, sides: tuple[str, ...]) -> Placed:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from kernels_cupy.jobs import Job, jobs, mapped, one_offset, require_reach, runs_and_bytes, table_of
+from kernels_cupy.jobs import Job, jobs, mapped, needs_table, require_reach, runs_and_bytes, table_of
 from kernels_cupy.launches import Launch, Shape, launches, shape_for
 from kernels_cupy.lists import completion, place
 from kernels_cupy.runtimes import runtime
@@ -16,7 +16,7 @@ from refimpl.backends.protocol import Setup
 from refimpl.indices import Items
 from refimpl.plan import Plan
 from refimpl.receipt import Receipt
-from refimpl.runtime import Pending
+from refimpl.runtime import Pending, Stream
 
 SIDES = ("host", "device")
 
@@ -40,25 +40,26 @@ class SmCopy:
         place(self._runtime, self._runtime.current(), items, SIDES)
 
     def execute(self, plan: Plan, layers: tuple[int | None, ...], items: Items, direction: str) -> Receipt:
-        stream = self._runtime.current()
+        stream, count = self._runtime.current(), len(items)
         placed = place(self._runtime, stream, items, SIDES)
-        prepared = self._prepared(plan, layers, direction)
+        prepared = self._prepared(plan, layers, direction, stream)
         try:
             for launch in prepared:
-                launch.submit(self._runtime, stream, placed.host, placed.device, len(items), placed.fault_address)
+                launch.submit(self._runtime, stream, placed.host, placed.device, count, placed.fault_address)
         finally:  # some may be on their way even if another one failed
             done = completion(self._runtime, stream, placed)
             self._pending.add(done.event, plan)
-        runs, nbytes = runs_and_bytes(plan, layers, len(items))
+        runs, nbytes = runs_and_bytes(plan, layers, count)
         return Receipt("kernel", nbytes, runs, len(prepared), placed.tell_uploads(), event=done)
 
     def close(self) -> None:
         self._pending.wait()
 
-    def _prepared(self, plan: Plan, layers: tuple[int | None, ...], direction: str) -> list[Launch]:
+    def _prepared(self, plan: Plan, layers: tuple[int | None, ...], direction: str, stream: Stream) -> list[Launch]:
         """Worked out once; a table of registrations is brought to the device in order of a stream, and so again."""
-        key = "launches", layers, direction, None if one_offset(plan.registrations) else self._runtime.current()
-        if key not in plan.derived:
+        key = "launches", layers, direction, stream if needs_table(plan) else None
+        prepared = plan.derived.get(key)
+        if prepared is None:
             require_reach(plan)
             table = table_of(self._runtime, plan.registrations)
             found = [
@@ -68,8 +69,8 @@ class SmCopy:
                     plan, job, direction, shape_for(job.run, direction, self._blocks or blocks_for(job.run)), table
                 )
             ]
-            plan.derived[key] = table, found
-        return plan.derived[key][1]
+            prepared = plan.derived[key] = table, found
+        return prepared[1]
 
 
 def across_the_bus(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -110,6 +111,11 @@ class Plan:
     moves: tuple[Move, ...]
     registrations: tuple[Registration, ...] = ()
     derived: dict[Hashable, Any] = field(default_factory=dict, compare=False, repr=False)
+
+    @cached_property
+    def layers(self) -> frozenset[int | None]:
+        """Layers in which there is anything to move; None among them if side states are."""
+        return frozenset(layer for move in self.moves for layer in move.layers)
 
     def select(self, layers: tuple[int | None, ...]) -> Iterator[tuple[int | None, Move, int]]:
         """`(layer, move, position of the layer in the move)`, layer by layer in the order asked for."""

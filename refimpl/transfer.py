@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from operator import index
 
@@ -50,19 +50,24 @@ class Transfer:
         if self.direction == "backup" and layers is not None:
             raise ValueError(f"a backup moves all layers in one run, got layers={layers!r}")
         owned = self.layers if layers is None else tuple(i for i in layers if i in self.layers)
-        receipt = Receipt(self.path, host_syncs=self._host_syncs)
-        self._host_syncs = 0
-        if self.direction == "backup":
-            return receipt + self._move(plan, owned) + self._move(plan, NO_LAYER)
-        if self._side_states_due if side_states is None else side_states:
-            receipt += self._move(plan, NO_LAYER)
-            self._side_states_due = False
-        return receipt + self._move(plan, owned)
+        host_syncs, self._host_syncs = self._host_syncs, 0
+        receipts = [*self._moved(plan, owned, self._side_states_due if side_states is None else side_states)]
+        if len(receipts) == 1 and not host_syncs:  # most runs, and the host's time is short
+            return receipts[0]
+        return sum(receipts, Receipt(self.path, host_syncs=host_syncs))
 
-    def _move(self, plan: Plan, layers: tuple[int | None, ...]) -> Receipt:
-        if not len(self.items) or next(plan.select(layers), None) is None:
-            return Receipt(self.path)
-        return self.backend.execute(plan, layers, self.items, self.direction)
+    def _moved(self, plan: Plan, owned: tuple[int, ...], side_states: bool) -> Iterator[Receipt]:
+        """Move layers and side states in their order; a receipt for either, if it has anything to move."""
+        if self.direction == "load" and side_states:
+            yield from self._move(plan, NO_LAYER)
+            self._side_states_due = False
+        yield from self._move(plan, owned)
+        if self.direction == "backup":
+            yield from self._move(plan, NO_LAYER)
+
+    def _move(self, plan: Plan, layers: tuple[int | None, ...]) -> Iterator[Receipt]:
+        if len(self.items) and not plan.layers.isdisjoint(layers):
+            yield self.backend.execute(plan, layers, self.items, self.direction)
 
 
 def _distinct(layers: Iterable[int]) -> tuple[int, ...]:

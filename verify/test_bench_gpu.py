@@ -224,6 +224,18 @@ def test_verdicts() -> None:
     ]
 
 
+def test_a_matmul_is_judged_beside_each_number_of_blocks() -> None:
+    slowdowns = {"kernel, 1 block": 0.05, "kernel, 2 blocks": 0.06, "kernel, 4 blocks": 0.07, "kernel, 8 blocks": 0.5}
+    beside: dict[str, Any] = row(dict.fromkeys(slowdowns, 90)) | {"portion": "matmul"}
+    for cell in beside["cells"]:
+        cell["interference"] = {"slowdown": slowdowns[cell["mover"]]}
+    assert [line.split(";")[0] for line in targets.verdicts({"rows": [beside]}, sglang())] == [
+        "met: slowdown of a matmul by kernel, 1 block: 1 of 1",
+        "met: slowdown of a matmul by kernel, 2 blocks: 1 of 1",
+        "MISSED: slowdown of a matmul by kernel, 4 blocks: 0 of 1",
+    ]
+
+
 def test_the_table_of_sglang_names_our_cases() -> None:
     figures = sglang()["figures"]
     assert {figure["case"] for figure in figures} == {case.name for case in cases.SGLANG_CASES}

@@ -273,15 +273,13 @@ def test_the_kernel_runs_on_the_callers_stream_and_sees_what_was_written_there(
     backend: str, layout: str, hold: Hold, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """B34: CuPy's current stream is not torch's."""
-    import cupy
-
     streams: list[int] = []
     function = cuda_runtime._function
 
     def watched(kernel: str) -> Callable[..., None]:
-        def launch(*arguments: Any) -> None:
-            streams.append(cupy.cuda.get_current_stream().ptr)
-            function(kernel)(*arguments)
+        def launch(*arguments: Any, stream: Any) -> None:
+            streams.append(stream.ptr)
+            function(kernel)(*arguments, stream=stream)
 
         return launch
 

@@ -39,10 +39,10 @@ class Mover:
     @property
     def name(self) -> str:
         """
-        >>> Mover("kernel", blocks=4).name, Mover("direct", layerwise=True).name
-        ('kernel, 4 blocks', 'direct, by layer')
+        >>> Mover("kernel", blocks=1).name, Mover("kernel", blocks=4).name, Mover("direct", layerwise=True).name
+        ('kernel, 1 block', 'kernel, 4 blocks', 'direct, by layer')
         """
-        more = [f"{self.blocks} blocks"] if self.blocks else []
+        more = [f"{self.blocks} block{'s' * (self.blocks > 1)}"] if self.blocks else []
         more += [f"staging of {self.staging_pages}"] if self.staging_pages else []
         more += ["by layer"] if self.layerwise else []
         return ", ".join([self.backend, *more])
