@@ -1,8 +1,8 @@
 """Measure this device for backend `auto`: how fast each backend moves pieces of each size, in either direction.
 
 `python -m kernels_cupy.calibrate` takes a few seconds and leaves a table in the user's cache folder, which `auto` finds
-by device, driver and kernels. Transfers are submitted one after the other, and what each one more takes is what
-counts: the bus or the host that feeds it, whichever is slower.
+by device, driver and kernels. Transfers are submitted one after the other while their stream is held, and what each one
+more takes is what counts: device time, whatever else keeps the host busy meanwhile.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import torch
 
 from kernels_cupy import cache_folder
 from kernels_cupy.auto import table_path
+from kernels_cupy.runtimes import runtime
 from kernels_cupy.specs import HASH
 from kernels_cupy.staged import HALVES
 from refimpl.device_pool import DevicePool
@@ -28,12 +29,14 @@ from refimpl.geometry import Component, PoolSpec
 from refimpl.host_pool import HostPool
 from refimpl.indices import slots_of
 from refimpl.pinned import Block, CudaRegistrar, HostMemory
+from refimpl.runtime import Runtime
 from refimpl.support import DIRECTIONS, MEMORY
 from refimpl.transfer import Transfer
 
 KIB, MIB = 1 << 10, 1 << 20
 IN_A_ROW = 4
 SAMPLES = 3
+SLACK_S = 0.001
 CHUNKS = 4  # of a transfer by `staged`: the relayout of all but one goes on beside copies, as in a long transfer
 
 
@@ -79,7 +82,16 @@ class Reused(HostMemory):
 
 
 def measure(platform: str = "cuda", payload: int = 64 * MIB) -> dict[str, Any]:
-    """The table: {"backends": {backend: {direction: {"latency_s": …, "gb_per_s": [[bytes of a piece, GB/s], …]}}}}."""
+    """The table: {"backends": {backend: {direction: {"latency_s": …, "gb_per_s": [[bytes of a piece, GB/s], …]}}}}.
+
+    Taken on a stream of our own: the batched copy refuses the default one.
+    """
+    port = runtime(platform)
+    with port.on(port.stream()):
+        return _measure(platform, payload)
+
+
+def _measure(platform: str, payload: int) -> dict[str, Any]:
     memory = Reused(
         payload + max(max(p.sizes) for p in PROBES.values()), CudaRegistrar() if platform == "cuda" else None
     )
@@ -102,7 +114,7 @@ def _speeds(
     name: str, probe: Probe, piece: int, platform: str, payload: int, memory: HostMemory
 ) -> Iterator[tuple[str, float, float]]:
     """Direction, seconds of a transfer of one page, GB/s of many."""
-    spec = probe.spec(piece)
+    port, spec = runtime(platform), probe.spec(piece)
     pages = min(max(payload // piece, 1), probe.most)
     random = np.random.default_rng(piece)
     there, here = (slots_of(random.permutation(pages), 1) for _ in range(2))
@@ -112,19 +124,39 @@ def _speeds(
         for direction in DIRECTIONS:
             all_pages = host.prepare(device, there, here, direction)
             one_page = host.prepare(device, there[:1], here[:1], direction)
-            one_page.run().wait()
-            latency = statistics.median(_seconds(one_page, 1) for _ in range(SAMPLES))
-            more = [_seconds(all_pages, IN_A_ROW) - _seconds(all_pages, 1) for _ in range(SAMPLES)]
+            latency = statistics.median(_waited(one_page) for _ in range(1 + SAMPLES))
+            hold = 2 * IN_A_ROW * _submitted(all_pages) + SLACK_S
+            more = [_held(port, all_pages, IN_A_ROW, hold) - _held(port, all_pages, 1, hold) for _ in range(SAMPLES)]
             each = max(statistics.median(more) / (IN_A_ROW - 1), 1e-9)
             yield direction, latency, pages * piece / each / 1e9
 
 
-def _seconds(transfer: Transfer, count: int) -> float:
-    """From the first of `count` transfers until all are complete."""
+def _waited(transfer: Transfer) -> float:
+    """Seconds from submitting a transfer until it is complete."""
     begin = time.perf_counter()
-    receipts = [transfer.run() for _ in range(count)]
-    receipts[-1].wait()
+    transfer.run().wait()
     return time.perf_counter() - begin
+
+
+def _submitted(transfer: Transfer) -> float:
+    """Seconds of the host that submitting takes."""
+    begin = time.perf_counter()
+    receipt = transfer.run()
+    seconds = time.perf_counter() - begin
+    receipt.wait()
+    return seconds
+
+
+def _held(port: Runtime, transfer: Transfer, count: int, hold: float) -> float:
+    """Device seconds of `count` transfers, none of which begins before the last is submitted."""
+    stream = port.current()
+    port.delay(stream, hold)
+    begin = port.record(stream, timed=True)
+    for _ in range(count):
+        transfer.run()
+    end = port.record(stream, timed=True)
+    end.synchronize()
+    return port.seconds(begin, end)
 
 
 def main() -> None:
