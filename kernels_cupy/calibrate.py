@@ -2,7 +2,8 @@
 
 `python -m kernels_cupy.calibrate` takes a few seconds and leaves a table in the user's cache folder, which `auto` finds
 by device, driver and kernels. Transfers are submitted one after the other while their stream is held, and what each one
-more takes is what counts: device time, whatever else keeps the host busy meanwhile.
+more takes is what counts: on the device, or on the host that submits it, whichever is longer. A copy engine moves a
+KiB at a time as fast as the bus allows, but no host describes so many pieces to it as quickly.
 """
 
 from __future__ import annotations
@@ -44,12 +45,14 @@ CHUNKS = 4  # of a transfer by `staged`: the relayout of all but one goes on bes
 class Probe:
     """Pools whose pieces are of a chosen size: `rows` layers of a page lie together in the layout.
 
-    most  pages at most: enough to see the rate, and soon done where that is low, as with short descriptors
+    payload  bytes to move: a rate shows in little, but for `staged`, whose chunks are large
+    most     pages at most: soon done where the rate is low, as with short descriptors
     """
 
     layout: str
     rows: int
     sizes: tuple[int, ...]
+    payload: int
     most: int
 
     def spec(self, piece: int) -> PoolSpec:
@@ -61,9 +64,9 @@ SIZES = tuple(k * KIB for k in (1, 4, 8, 16, 24, 32, 48, 64, 96, 128, 512, 4096)
 
 # For `kernel` and `direct` a piece is a run, for `staged` what a page has in one place.
 PROBES = {
-    "kernel": Probe("layer_first", 1, (128, 256, 512, KIB, 2 * KIB, 8 * KIB, 64 * KIB, 512 * KIB), 1 << 17),
-    "direct": Probe("layer_first", 1, SIZES, 1 << 12),
-    "staged": Probe("page_first", 4, SIZES, 1 << 12),
+    "kernel": Probe("layer_first", 1, (128, 256, 512, KIB, 2 * KIB, 8 * KIB, 64 * KIB, 512 * KIB), 64 * MIB, 1 << 17),
+    "direct": Probe("layer_first", 1, SIZES, 64 * MIB, 1 << 12),
+    "staged": Probe("page_first", 4, SIZES, 256 * MIB, 1 << 13),
 }
 
 
@@ -81,26 +84,25 @@ class Reused(HostMemory):
         self._block.close()
 
 
-def measure(platform: str = "cuda", payload: int = 64 * MIB) -> dict[str, Any]:
+def measure(platform: str = "cuda") -> dict[str, Any]:
     """The table: {"backends": {backend: {direction: {"latency_s": …, "gb_per_s": [[bytes of a piece, GB/s], …]}}}}.
 
     Taken on a stream of our own: the batched copy refuses the default one.
     """
     port = runtime(platform)
     with port.on(port.stream()):
-        return _measure(platform, payload)
+        return _measure(platform)
 
 
-def _measure(platform: str, payload: int) -> dict[str, Any]:
-    memory = Reused(
-        payload + max(max(p.sizes) for p in PROBES.values()), CudaRegistrar() if platform == "cuda" else None
-    )
+def _measure(platform: str) -> dict[str, Any]:
+    most = max(probe.payload + max(probe.sizes) for probe in PROBES.values())
+    memory = Reused(most, CudaRegistrar() if platform == "cuda" else None)
     backends: dict[str, Any] = {}
     try:
         for name, probe in PROBES.items():
             rates: dict[str, Any] = {d: {"latency_s": float("inf"), "gb_per_s": []} for d in DIRECTIONS}
             for piece in probe.sizes:
-                for direction, latency, speed in _speeds(name, probe, piece, platform, payload, memory):
+                for direction, latency, speed in _speeds(name, probe, piece, platform, memory):
                     rates[direction]["latency_s"] = min(rates[direction]["latency_s"], latency)
                     rates[direction]["gb_per_s"].append([piece, float(f"{speed:.5g}")])
             backends[name] = rates
@@ -111,11 +113,11 @@ def _measure(platform: str, payload: int) -> dict[str, Any]:
 
 
 def _speeds(
-    name: str, probe: Probe, piece: int, platform: str, payload: int, memory: HostMemory
+    name: str, probe: Probe, piece: int, platform: str, memory: HostMemory
 ) -> Iterator[tuple[str, float, float]]:
     """Direction, seconds of a transfer of one page, GB/s of many."""
     port, spec = runtime(platform), probe.spec(piece)
-    pages = min(max(payload // piece, 1), probe.most)
+    pages = min(max(probe.payload // piece, 1), probe.most)
     random = np.random.default_rng(piece)
     there, here = (slots_of(random.permutation(pages), 1) for _ in range(2))
     staging = max(HALVES * pages // CHUNKS, HALVES)
@@ -125,9 +127,10 @@ def _speeds(
             all_pages = host.prepare(device, there, here, direction)
             one_page = host.prepare(device, there[:1], here[:1], direction)
             latency = statistics.median(_waited(one_page) for _ in range(1 + SAMPLES))
-            hold = 2 * IN_A_ROW * _submitted(all_pages) + SLACK_S
+            submit = statistics.median(_submitted(all_pages) for _ in range(SAMPLES))
+            hold = 1.5 * IN_A_ROW * submit + SLACK_S
             more = [_held(port, all_pages, IN_A_ROW, hold) - _held(port, all_pages, 1, hold) for _ in range(SAMPLES)]
-            each = max(statistics.median(more) / (IN_A_ROW - 1), 1e-9)
+            each = max(statistics.median(more) / (IN_A_ROW - 1), submit)
             yield direction, latency, pages * piece / each / 1e9
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +11,6 @@ import torch
 
 from kernels_cupy import auto, calibrate
 from kernels_cupy.auto import BACKENDS, BUILT_IN, Demand, explain, predicted
-from kernels_cupy.calibrate import Probe
 from kernels_cupy.copy_engine import count_descriptors, descriptors
 from kernels_cupy.jobs import runs_and_bytes
 from kernels_cupy.pieces import pieces
@@ -122,9 +122,9 @@ def test_loads_are_what_the_backends_submit(layout: str, pages: tuple[int, ...])
 
 
 def test_a_calibration_rates_every_backend_by_size_in_both_directions(monkeypatch: pytest.MonkeyPatch) -> None:
-    few = {name: Probe(p.layout, p.rows, p.sizes[:2], 16) for name, p in calibrate.PROBES.items()}
+    few = {name: replace(p, sizes=p.sizes[:2], payload=1 << 16, most=16) for name, p in calibrate.PROBES.items()}
     monkeypatch.setattr(calibrate, "PROBES", few)
-    found = calibrate.measure("emulated", payload=1 << 16)
+    found = calibrate.measure("emulated")
     assert (found["device"], found["kernels"]) == ("emulated", HASH)
     for name, probe in few.items():
         for direction in ("backup", "load"):
