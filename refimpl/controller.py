@@ -17,10 +17,9 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Protocol
 
-import numpy as np
 import torch
 
 from refimpl.allocator import PageAllocator
@@ -39,7 +38,7 @@ from refimpl.teardown import call_all
 from refimpl.transfer import Transfer
 from refimpl.windows import Window, require_rows
 
-Touched = dict[tuple[str, str], np.ndarray | None]  # pages by side and pool; None: only the device knows which
+Touched = dict[tuple[str, str], set[int] | None]  # pages by side and pool; None: only the device knows which
 Reclaim = Callable[[str, int], object]  # called with a pool that is full, and the slots that it lacks
 
 
@@ -50,11 +49,16 @@ class Stack(Protocol):
     num_layers    model layers of all pools, holes included
     """
 
-    host: HostPoolGroup
-    device: Mapping[str, DevicePool]
-    device_slots: Mapping[str, PageAllocator]
-    platform: str
-    num_layers: int
+    @property
+    def host(self) -> HostPoolGroup: ...
+    @property
+    def device(self) -> Mapping[str, DevicePool]: ...
+    @property
+    def device_slots(self) -> Mapping[str, PageAllocator]: ...
+    @property
+    def platform(self) -> str: ...
+    @property
+    def num_layers(self) -> int: ...
 
 
 @dataclass(eq=False)
@@ -64,6 +68,7 @@ class Operation:
     tag       comes back in the acknowledgement
     taken     slots that were allocated for it, by side and pool: they are freed if it fails
     number    of operations in the order in which they were queued
+    touched   pages that it reads or writes
     """
 
     tag: Hashable
@@ -71,6 +76,13 @@ class Operation:
     transfers: tuple[PoolTransfer, ...]
     taken: list[tuple[str, str, torch.Tensor]]
     number: int
+    touched: Touched = field(default_factory=dict)
+
+    @cached_property
+    def written(self) -> Touched:
+        """Of those, the pages that it writes."""
+        to = "host" if self.direction == "backup" else "device"
+        return {place: pages for place, pages in self.touched.items() if place[0] == to}
 
     def host_indices(self, name: str) -> torch.Tensor | None:
         return next(t.host_indices for t in self.transfers if t.name == name)
@@ -111,13 +123,13 @@ class Batch:
     finished: Event | None = None
     error: BaseException | None = None
 
-    def attempt(self, call: Callable[[], object]) -> None:
-        """Once something has failed, what was to follow is left out."""
-        if self.error is None:
+    def attempt(self, call: Callable[[], object], even_so: bool = False) -> None:
+        """Once something has failed, what was to follow is left out (but for what is to be done even so)."""
+        if self.error is None or even_so:
             try:
                 call()
             except Exception as failure:
-                self.error = failure
+                self.error = self.error or failure
 
     def names(self) -> list[str]:
         return list(dict.fromkeys(t.name for operation in self.operations for t in operation.transfers))
@@ -184,6 +196,8 @@ class Controller:
         try:
             for t in sorted(transfers, key=lambda t: t.name):
                 filled[t.name] = t
+                if t.host_indices is None and t.device_indices is not None and self.host.owner(t.name) == t.name:
+                    raise ValueError(f"pool {t.name!r}: a load needs the host slots that it is to read")
                 if t.device_indices is None and t.host_indices is not None and t.name in self.stack.device_slots:
                     slots = self._device_slots(t.name, t.host_indices.numel(), reclaim)
                     if slots is None:
@@ -208,15 +222,32 @@ class Controller:
     def _queue(self, operation: Operation) -> Operation:
         """Pin the lists, check them, lock the slots. What fails leaves nothing behind."""
         try:
-            operation.transfers = _pinned(operation.transfers)
+            operation.transfers = self._pinned(operation.transfers)
             for t in operation.transfers:
                 self._check(t, operation.direction)
+                self._note_pages(t, operation.touched)
             self._lock(operation)
         except BaseException:
             self._give_back(operation.taken)
             raise
         self._queued[operation.direction].append(operation)
         return operation
+
+    def _pinned(self, transfers: Sequence[PoolTransfer]) -> tuple[PoolTransfer, ...]:
+        """With copies of the lists, shared where they were, and windows as they are now where that is what counts."""
+        copies: dict[int, torch.Tensor | Window] = {}
+
+        def pinned(indices: torch.Tensor | Window) -> torch.Tensor | Window:
+            if id(indices) not in copies:
+                copies[id(indices)] = _as_it_is_now(indices)
+            return copies[id(indices)]
+
+        found = []
+        for t in transfers:
+            host = None if t.host_indices is None else pinned(t.host_indices)
+            assert not isinstance(host, Window), "windows are of the device"
+            found.append(PoolTransfer(t.name, host, None if t.device_indices is None else pinned(t.device_indices)))
+        return tuple(found)
 
     def _check(self, t: PoolTransfer, direction: str) -> None:
         """What a transfer would refuse, now and for this operation alone."""
@@ -245,13 +276,13 @@ class Controller:
 
     def _locks(self, operation: Operation) -> Iterable[tuple[HostPool | PageAllocator, torch.Tensor]]:
         """Slots of an operation on both sides, with what hands them out. Lists on a GPU are their owner's affair."""
-        lists: dict[int, tuple[HostPool | PageAllocator, torch.Tensor]] = {}
+        lists: dict[Hashable, tuple[HostPool | PageAllocator, torch.Tensor]] = {}  # riders' and owner's are one
         for t in operation.transfers:
             owner, device = self.host.owner(t.name), t.device_indices
             if t.host_indices is not None and not t.host_indices.is_cuda:
-                lists[id(t.host_indices)] = self.host.pools[owner], t.host_indices
+                lists["host", owner, id(t.host_indices)] = self.host.pools[owner], t.host_indices
             if isinstance(device, torch.Tensor) and not device.is_cuda and owner in self.stack.device_slots:
-                lists[id(device)] = self.stack.device_slots[owner], device
+                lists["device", owner, id(device)] = self.stack.device_slots[owner], device
         return lists.values()
 
     def _give_back(self, taken: Iterable[tuple[str, str, torch.Tensor]]) -> None:
@@ -280,7 +311,8 @@ class Controller:
     def start_loading(self) -> int | None:
         """Submit the loads that are queued, once for each step of the model. Returns the producer to wait for.
 
-        None when there is nothing to load, and while `SETS` loads are waiting to be acknowledged.
+        None when there is nothing to load, while `SETS` batches of loads are waiting to be acknowledged, and while
+        the first load in the queue must come after a backup that is queued still: submit backups first.
         """
         batches = self._batches("load") if len(self._in_flight["load"]) < SETS else []
         if not batches:
@@ -294,15 +326,21 @@ class Controller:
         producer = self.layers.produce()
         self._begin(last)
         for layer in range(self.stack.num_layers):
-            last.attempt(partial(self.hooks.reached, f"load layer {layer}", self.runtime, self._streams["load"]))
-            for name in last.names():
-                if layer == 0 or loads_by_layer(self.host.pools[name]):
-                    self._move(last, name, (layer,) if loads_by_layer(self.host.pools[name]) else None)
-            self.layers.record(producer, self._streams["load"])
+            self._load_layer(last, layer, producer)
         self._end(last)
-        if last.error:
-            self.layers.fail(producer, last.error)
+        for batch in batches:
+            if batch.error:
+                self.layers.fail(producer, batch.error)
         return producer
+
+    def _load_layer(self, batch: Batch, layer: int, producer: int) -> None:
+        """One layer of every pool, and the event of its arrival."""
+        batch.attempt(partial(self.hooks.reached, f"load layer {layer}", self.runtime, self._streams["load"]))
+        for name in batch.names():
+            by_layer = loads_by_layer(self.host.pools[name])
+            if layer == 0 or by_layer:
+                self._move(batch, name, (layer,) if by_layer else None)
+        self.layers.record(producer, self._streams["load"])
 
     def _batches(self, direction: str) -> list[Batch]:
         if self.hooks.held(f"{direction} submit"):
@@ -312,11 +350,11 @@ class Controller:
     def _take(self, direction: str) -> list[Operation]:
         """What is queued, up to the first that must come after something the other way that is queued still."""
         queued = self._queued[direction]
-        others = self._queued["load" if direction == "backup" else "backup"]
+        others = self._queued[_opposite(direction)]
         ready = 0
         for operation in queued:
-            before = self._touched(other for other in others if other.number < operation.number)
-            if _overlap(self._touched([operation]), before):
+            before = (other for other in others if other.number < operation.number)
+            if any(_overlap(operation.touched, other.touched) for other in before):
                 break
             ready += 1
         taken, self._queued[direction] = queued[:ready], queued[ready:]
@@ -333,44 +371,37 @@ class Controller:
         return groups
 
     def _mergeable(self, group: Sequence[Operation], operation: Operation) -> bool:
-        to = "host" if operation.direction == "backup" else "device"
-        mine, theirs = (
-            {place: pages for place, pages in self._touched(operations).items() if place[0] == to}
-            for operations in ([operation], group)
-        )
-        return not _overlap(mine, theirs) and all(_placement(operation) == _placement(other) for other in group[-1:])
+        conflict = any(_overlap(operation.written, other.written) for other in group)
+        return not conflict and all(_placement(operation) == _placement(other) for other in group[-1:])
 
     def _touched(self, operations: Iterable[Operation]) -> Touched:
         found: Touched = {}
-        for t in (t for operation in operations for t in operation.transfers):
-            owner = self.host.owner(t.name)
-            for side, slots in (("host", t.host_indices), ("device", t.device_indices)):
-                if slots is None:
-                    continue
-                if isinstance(slots, Window) or slots.is_cuda:
-                    found[side, owner] = None
-                    continue
-                pages = slots.numpy()[:: self.host.pools[owner].page_size] // self.host.pools[owner].page_size
-                before = found.get((side, owner), np.empty(0, np.int64))
-                found[side, owner] = None if before is None else np.union1d(before, pages)
+        for place, pages in (item for operation in operations for item in operation.touched.items()):
+            _add(found, place, pages)
         return found
+
+    def _note_pages(self, t: PoolTransfer, touched: Touched) -> None:
+        owner = self.host.owner(t.name)
+        unit = self.host.pools[owner].page_size
+        for side, slots in (("host", t.host_indices), ("device", t.device_indices)):
+            if isinstance(slots, Window) or (slots is not None and slots.is_cuda):
+                _add(touched, (side, owner), None)
+            elif slots is not None:
+                _add(touched, (side, owner), set((slots.numpy()[::unit] // unit).tolist()))
 
     def _begin(self, batch: Batch) -> None:
         """Put the batch in order with everything that it must come after."""
         stream = self._streams[batch.direction]
-        self.order(batch, stream)
+        for event in self._events_before(batch):
+            self.runtime.wait(stream, event)
         batch.begun = self.runtime.record(stream, timed=True)
         batch.attempt(partial(self.hooks.reached, f"{batch.direction} submit"))
 
-    def order(self, batch: Batch, stream: Stream) -> None:
-        """After the caller's work so far, the forward passes', and transfers the other way of the same slots."""
-        for before in (self.runtime.current(), self.fences[batch.direction]):
-            if before is not None:
-                self.runtime.wait(stream, self.runtime.record(before))
-        other = "load" if batch.direction == "backup" else "backup"
-        for earlier in self._in_flight[other]:
-            if earlier.finished and batch.conflicts(earlier):
-                self.runtime.wait(stream, earlier.finished)
+    def _events_before(self, batch: Batch) -> list[Event]:
+        """The caller's work so far, the forward passes', and transfers the other way of the same slots."""
+        streams = [stream for stream in (self.runtime.current(), self.fences[batch.direction]) if stream is not None]
+        earlier = [other for other in self._in_flight[_opposite(batch.direction)] if batch.conflicts(other)]
+        return [self.runtime.record(s) for s in streams] + [other.finished for other in earlier if other.finished]
 
     def _move(self, batch: Batch, name: str, layers: tuple[int, ...] | None = None) -> None:
         """Some layers of a pool, or whatever is left of it."""
@@ -453,7 +484,7 @@ class Controller:
     def _settle(self, batch: Batch) -> list[Ack]:
         assert batch.begun is not None
         assert batch.finished is not None
-        batch.attempt(batch.finished.synchronize)
+        batch.attempt(batch.finished.synchronize, even_so=True)  # before its slots go to others
         for receipt in (r for receipts in batch.receipts.values() for r in receipts):
             batch.attempt(receipt.wait)
         for verdict in batch.verdicts:
@@ -514,13 +545,25 @@ def loads_by_layer(pool: HostPool) -> bool:
     return not (pool.backend == "staged" and pool.layout != "page_first_direct")
 
 
+def _opposite(direction: str) -> str:
+    return "load" if direction == "backup" else "backup"
+
+
 def _overlap(mine: Touched, theirs: Touched) -> bool:
     """Whether some slot may be in both."""
     for place in mine.keys() & theirs.keys():
         a, b = mine[place], theirs[place]
-        if a is None or b is None or np.isin(a, b).any():
+        if a is None or b is None or not a.isdisjoint(b):
             return True
     return False
+
+
+def _add(touched: Touched, place: tuple[str, str], pages: set[int] | None) -> None:
+    before = touched.setdefault(place, set())
+    if pages is None or before is None:
+        touched[place] = None
+    else:
+        before |= pages
 
 
 def _placement(operation: Operation) -> dict[str, list[str | None]]:
@@ -529,23 +572,6 @@ def _placement(operation: Operation) -> dict[str, list[str | None]]:
         t.name: [i.device.type if isinstance(i, torch.Tensor) else None for i in (t.host_indices, t.device_indices)]
         for t in operation.transfers
     }
-
-
-def _pinned(transfers: Sequence[PoolTransfer]) -> tuple[PoolTransfer, ...]:
-    """With copies of the lists, shared where they were, and windows as they are now where that is what counts."""
-    copies: dict[int, torch.Tensor | Window] = {}
-
-    def pinned(indices: torch.Tensor | Window) -> torch.Tensor | Window:
-        if id(indices) not in copies:
-            copies[id(indices)] = _as_it_is_now(indices)
-        return copies[id(indices)]
-
-    found = []
-    for t in transfers:
-        host = None if t.host_indices is None else pinned(t.host_indices)
-        assert not isinstance(host, Window), "windows are of the device"
-        found.append(PoolTransfer(t.name, host, None if t.device_indices is None else pinned(t.device_indices)))
-    return tuple(found)
 
 
 def _as_it_is_now(indices: torch.Tensor | Window) -> torch.Tensor | Window:

@@ -35,23 +35,31 @@ class Node:
     """
 
     key: np.ndarray
-    parent: Node | None = None
-    children: dict[bytes, Node] = field(default_factory=dict)
+    parent: Node | None = field(default=None, repr=False)
+    children: dict[bytes, Node] = field(default_factory=dict, repr=False)
     device: Slots = field(default_factory=dict)
     host: Slots = field(default_factory=dict)
     hits: int = 0
     users: int = 0
     used_at: int = 0
-    ticket: Ticket | None = None
+    ticket: Ticket | None = field(default=None, repr=False)
 
     def path(self) -> list[Node]:
         """From below the root to this node."""
-        return [*self.parent.path(), self] if self.parent else []
+        upwards: list[Node] = []
+        node: Node = self
+        while node.parent:
+            upwards.append(node)
+            node = node.parent
+        return upwards[::-1]
 
     def subtree(self) -> Iterator[Node]:
-        yield self
-        for child in self.children.values():
-            yield from child.subtree()
+        """This node and all below it, each before its children."""
+        waiting: list[Node] = [self]
+        while waiting:
+            node = waiting.pop()
+            yield node
+            waiting.extend(reversed(node.children.values()))
 
 
 @dataclass(eq=False)
@@ -66,16 +74,21 @@ class Ticket:
 
 @dataclass(frozen=True)
 class Match:
-    """The longest prefix that can be used: nodes whose tokens are all somewhere.
+    """The longest prefix that can be used, as it was found. It stays usable from `use` to `release`.
 
-    nodes      from the root downwards; those without device slots of the anchor must be loaded
+    last       the node where it ends; None: nothing was found
     length     tokens
     on_device  tokens at the begin whose rows of the anchor are on the device, or on their way there
     """
 
-    nodes: tuple[Node, ...]
+    last: Node | None
     length: int
     on_device: int
+
+    @property
+    def nodes(self) -> tuple[Node, ...]:
+        """From below the root downwards, those among them that were split off since."""
+        return tuple(self.last.path()) if self.last else ()
 
     @property
     def arriving(self) -> bool:
@@ -114,7 +127,7 @@ class PrefixCache:
         """The longest usable prefix. A node that is matched in part is split there, at a page's edge."""
         nodes: list[Node] = []
         for node in self._walk(self._whole_pages(tokens)):
-            if not (self.anchor in node.device or self.anchor in node.host):
+            if not self._anywhere(node):
                 break
             nodes.append(node)
         while nodes and not self._complete(nodes):
@@ -122,7 +135,11 @@ class PrefixCache:
         for node in nodes:
             node.used_at = next(self._clock)
         on_device = sum(len(n.key) for n in itertools.takewhile(lambda n: self.anchor in n.device, nodes))
-        return Match(tuple(nodes), sum(len(node.key) for node in nodes), on_device)
+        return Match(nodes[-1] if nodes else None, sum(len(node.key) for node in nodes), on_device)
+
+    def _anywhere(self, node: Node) -> bool:
+        """Whether its tokens are on the device or on the host."""
+        return self.anchor in node.device or self.anchor in node.host
 
     def _complete(self, nodes: Sequence[Node]) -> bool:
         """Whether a request can go on behind the last node: its state is there, and the window before it."""
@@ -151,9 +168,9 @@ class PrefixCache:
     def insert(self, tokens: Sequence[int] | np.ndarray, slots: Mapping[str, torch.Tensor]) -> Slots:
         """Remember a prefix and take its device slots over. Returns the slots that were not taken, for the caller.
 
-        slots  for the anchor, of every token; for other pools with token rows, of as many tokens at the end; for a
-               state pool, the one slot that holds the state after the last token. Tokens behind the last whole page
-               are not taken.
+        slots  for the anchor, of every token; for other pools with token rows, of as many tokens at the end, from a
+               page's edge on; for a state pool, the one slot that holds the state after the last token. Tokens behind
+               the last whole page are not taken.
         """
         key = self._whole_pages(tokens)
         self._require_slots(len(tokens), slots)
@@ -166,7 +183,7 @@ class PrefixCache:
         for name, given in slots.items():
             if name not in self._states:
                 left[name].append(given[len(given) - (len(tokens) - len(key)) :])
-            elif node.key.size and len(key) == len(tokens) and name not in node.device:
+            elif len(given) and node.key.size and len(key) == len(tokens) and name not in node.device:
                 node.device[name] = given
             else:
                 left[name].append(given)
@@ -175,10 +192,16 @@ class PrefixCache:
         return {name: torch.cat(parts) for name, parts in left.items() if parts and sum(map(len, parts))}
 
     def _require_slots(self, tokens: int, slots: Mapping[str, torch.Tensor]) -> None:
+        if self.anchor not in slots:
+            raise ValueError(f"slots of {self.anchor!r}, the anchor, are missing: a prefix is what has them")
         for name, given in slots.items():
+            if name not in (self.anchor, *self._rows, *self._states):
+                raise ValueError(f"pool {name!r} owns no slots that a prefix could have")
             most = 1 if name in self._states else tokens
             if len(given) > most or (name == self.anchor and len(given) != tokens):
                 raise ValueError(f"pool {name!r}: {len(given)} slots for {tokens} tokens")
+            if name in self._rows and len(given) and (tokens - len(given)) % self.page_size:
+                raise ValueError(f"pool {name!r}: the last {len(given)} of {tokens} tokens do not begin with a page")
 
     def _adopt(
         self,
@@ -197,7 +220,7 @@ class PrefixCache:
             part = given[max(begin - first, 0) : max(end - first, 0)]
             if not len(part):
                 continue
-            if name in node.device:
+            if name in node.device or len(part) < len(node.host.get(name, ())):  # the host's copy covers more
                 left[name].append(part)
             else:
                 node.device[name] = part
@@ -244,11 +267,12 @@ class PrefixCache:
             ticket.parts[upper], ticket.parts[lower] = self._cut(ticket.parts[lower], len(lower.key))
         return upper
 
-    def _cut(self, slots: Slots, length: int) -> tuple[Slots, Slots]:
-        """Slots of all but the last `length` tokens, and of those. A state stays at the end."""
-        upper = {n: s[: max(len(s) - length, 0)] for n, s in slots.items() if n not in self._states}
-        lower = {n: s if n in self._states else s[max(len(s) - length, 0) :] for n, s in slots.items()}
-        return {n: s for n, s in upper.items() if len(s)}, lower
+    @staticmethod
+    def _cut(slots: Slots, length: int) -> tuple[Slots, Slots]:
+        """Slots of all but the last `length` tokens, and of those. A state, one slot, stays at the end."""
+        at = {name: max(len(some) - length, 0) for name, some in slots.items()}
+        upper = {name: some[: at[name]] for name, some in slots.items() if at[name]}
+        return upper, {name: some[at[name] :] for name, some in slots.items()}
 
     # ---- between device and host
 
@@ -266,10 +290,13 @@ class PrefixCache:
         missing = {name: slots for name, slots in node.device.items() if name not in node.host}
         if not missing:
             return True
-        ticket = node.ticket = Ticket("backup", {})  # already now: what comes before it must stay
-        operation = self.controller.write(ticket, self._transfers(missing, "device"), self.evict_host)
+        ticket, operation = Ticket("backup", {}), None
+        node.ticket = ticket  # already now: what comes before it must stay
+        try:
+            operation = self.controller.write(ticket, self._transfers(missing, "device"), self.evict_host)
+        finally:
+            node.ticket = ticket if operation else None
         if operation is None:
-            node.ticket = None
             return False
         found = {name: operation.host_indices(name) for name in missing}
         ticket.parts[node] = {name: slots for name, slots in found.items() if slots is not None}
@@ -288,14 +315,17 @@ class PrefixCache:
     def load_back(self, match: Match) -> bool:
         """Queue a load of what a prefix lacks on the device. Whether all of it is there or on its way.
 
-        False, and nothing is queued, when no room can be made, or while a part is still on its way to the host.
+        False when no room can be made, while a part is still on its way to the host, and when the prefix has been
+        evicted since it was matched.
         """
-        wanted = {node: self._missing(match, node) for node in match.nodes}
-        wanted = {node: slots for node, slots in wanted.items() if slots}
-        if not wanted:
-            return True
+        if match.last and not (all(map(self._anywhere, match.nodes)) and self._complete(match.nodes)):
+            return False
+        wanted = self._missing(match)
         if any(node.ticket for node in wanted):
             return False
+        return not wanted or (self._queue_load(match, wanted) and not self._missing(match))
+
+    def _queue_load(self, match: Match, wanted: Mapping[Node, Slots]) -> bool:
         names = list(dict.fromkeys(name for slots in wanted.values() for name in slots))
         host = {n: torch.cat([slots[n] for slots in wanted.values() if n in slots]) for n in names}
         ticket = Ticket("load", {})
@@ -320,22 +350,27 @@ class PrefixCache:
 
     def use(self, match: Match) -> None:
         """A request reads the prefix: nothing of it is evicted before `release`."""
-        for node in match.nodes[-1].path() if match.nodes else ():
+        for node in match.nodes:
             node.users += 1
 
     def release(self, match: Match) -> None:
         """Undo one `use`, also of nodes that were split meanwhile."""
-        for node in match.nodes[-1].path() if match.nodes else ():
+        for node in match.nodes:
             node.users -= 1
 
-    def _missing(self, match: Match, node: Node) -> Slots:
-        """Host slots of a node that a request behind the match needs on the device."""
-        wanted = {self.anchor}
-        if node is match.nodes[-1]:
-            wanted |= set(self._states)
-        behind = match.length - sum(len(n.key) for n in match.nodes[: match.nodes.index(node) + 1])
-        wanted |= {name for name in self._rows if behind < self.windows.get(name, match.length)}
-        return {name: node.host[name] for name in wanted if name in node.host and name not in node.device}
+    def _missing(self, match: Match) -> dict[Node, Slots]:
+        """By node, host slots of what a request behind the match needs on the device and does not find there."""
+        missing: dict[Node, Slots] = {}
+        behind = match.length
+        for node in match.nodes:
+            behind -= len(node.key)
+            wanted = [self.anchor, *(n for n in self._rows if behind < self.windows.get(n, match.length))]
+            if node is match.last:
+                wanted += self._states
+            found = {name: node.host[name] for name in wanted if name in node.host and name not in node.device}
+            if found:
+                missing[node] = found
+        return missing
 
     def _transfers(self, slots: Slots, side: str) -> list[PoolTransfer]:
         """Of the pools that own indices and of those that ride on them."""
@@ -363,7 +398,17 @@ class PrefixCache:
                 node.host |= slots
             if ticket.direction == "load" and ack.error:
                 node.device = {n: s for n, s in node.device.items() if n not in slots}
-                self._forget_if_empty(node)
+        for node in ticket.parts:
+            self._forget_if_empty(node)
+
+    def clear(self) -> None:
+        """Forget every prefix, whoever uses it. Slots are free again, those of transfers under way once they end."""
+        for node in self.root.subtree():
+            coming = node.ticket.parts.pop(node) if node.ticket else {}
+            if node.ticket and node.ticket.direction == "backup":
+                node.host |= coming
+            self._free_all(node)
+        self.root = Node(np.empty(0, np.int64))
 
     # ---- making room
 
@@ -374,9 +419,11 @@ class PrefixCache:
             node = self._oldest("device", name)
             if node is None:
                 break
-            if self.policy == "write_back" and self._back_up(node):
+            if self.policy == "write_back" and self._back_up(node) and node.ticket:
                 self.controller.start_writing()
                 self.check(wait=True)
+                if node.ticket:  # somebody holds it
+                    continue
             freed += self._drop(node, "device", name)
         return freed
 
@@ -412,12 +459,15 @@ class PrefixCache:
 
     def _forget_if_empty(self, node: Node) -> None:
         """A leaf whose tokens are nowhere."""
-        while node.parent and not (node.children or node.ticket or {self.anchor} & {*node.device, *node.host}):
-            for side, slots in (("device", node.device), ("host", node.host)):
-                for name in list(slots):
-                    self._free(side, name, slots.pop(name))
-            del node.parent.children[self._edge(node.key)]
+        while node.parent and not (node.children or node.ticket or self._anywhere(node)):
+            self._free_all(node)
+            node.parent.children.pop(self._edge(node.key), None)  # None: it went with a node below it
             node = node.parent
+
+    def _free_all(self, node: Node) -> None:
+        for side, slots in (("device", node.device), ("host", node.host)):
+            while slots:
+                self._free(side, *slots.popitem())
 
     def _free(self, side: str, name: str, slots: torch.Tensor) -> None:
         (self.controller.stack.device_slots if side == "device" else self.controller.host.pools)[name].free(slots)

@@ -360,9 +360,11 @@ class QueueRuntime:
         return [s for s, q in self._queues.items() if q and (q[0].after is None or q[0].after.passed)]
 
     def synchronize(self) -> None:
-        """Run everything."""
+        """Run everything, and forget streams that have nothing left to do."""
         for stream in list(self._queues):
             self.run_until(self.record(stream))
+        with self._lock:
+            self._queues = {stream: queue for stream, queue in self._queues.items() if queue}
 
 
 class HostQueue(QueueRuntime):

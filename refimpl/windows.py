@@ -37,8 +37,11 @@ class Window:
         return self.full.numel()
 
     def slots(self) -> torch.Tensor:
-        """Slots of the window pool now, where the table lies."""
-        return self.mapping[self.full.to(self.mapping.device)].to(torch.int64)
+        """Slots of the window pool now, where the table lies. The host does not wait for a table on a GPU."""
+        full = self.full
+        if self.mapping.is_cuda and not full.is_cuda:
+            full = full.pin_memory().to(self.mapping.device, non_blocking=True)
+        return self.mapping[full.to(self.mapping.device)].to(torch.int64)
 
 
 def require_rows(window: Window, slots: torch.Tensor) -> None:

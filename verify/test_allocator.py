@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -40,14 +41,25 @@ def slots(pages: list[int], page_size: int, dtype: torch.dtype = torch.int64) ->
 
 
 class Allocator(RuleBasedStateMachine):
-    """The allocator next to the plainest model of it: a queue of free pages and a set of used ones."""
+    """The allocator next to the plainest model of it: a queue of free pages, a set of used ones, and counted locks.
 
-    @initialize(pages=st.integers(0, 6), page_size=st.integers(1, 4))
-    def start(self, pages: int, page_size: int) -> None:
+    leaving  pages that were freed while they were locked
+    """
+
+    @initialize(pages=st.integers(0, 6), page_size=st.integers(1, 4), reserved=st.sampled_from([0, 0, 1, 2]))
+    def start(self, pages: int, page_size: int, reserved: int) -> None:
         self.pages, self.page_size = pages, page_size
-        self.real = PageAllocator(pages, page_size)
-        self.free = list(range(pages))
+        self.real = PageAllocator(pages, page_size, reserved)
+        self.reserved = set(range(min(reserved, pages)))
+        self.free = [page for page in range(pages) if page not in self.reserved]
         self.used: set[int] = set()
+        self.locks: Counter[int] = Counter()
+        self.leaving: set[int] = set()
+
+    @property
+    def idle(self) -> list[int]:
+        """Pages that nobody has."""
+        return sorted({*self.free, *self.leaving, *self.reserved})
 
     @rule(count=st.integers(0, 7))
     def alloc(self, count: int) -> None:
@@ -78,18 +90,52 @@ class Allocator(RuleBasedStateMachine):
         """Any used pages in any order, whoever got them."""
         pages = self._pages(data, self.used, at_least=min(1, len(self.used)))
         assert self.real.free(slots(pages, self.page_size, dtype)) == len(pages) * self.page_size
-        self.used -= set(pages)
-        self.free += pages
+        self._left(pages)
 
-    @precondition(lambda self: self.free)
+    @precondition(lambda self: self.pages)
     @rule(data=st.data())
-    def free_what_is_free(self, data: st.DataObject) -> None:
-        """One free page among used ones spoils the call: none of them is taken back."""
+    def free_what_is_left_of_some(self, data: st.DataObject) -> None:
+        pages = self._pages(data, set(range(self.pages)))
+        left = [page for page in pages if page in self.used]
+        assert self.real.free_rest(slots(pages, self.page_size)) == len(left) * self.page_size
+        self._left(left)
+
+    @precondition(lambda self: self.idle)
+    @rule(data=st.data(), call=st.sampled_from(["free", "lock"]))
+    def free_or_lock_what_nobody_has(self, data: st.DataObject, call: str) -> None:
+        """One such page among used ones spoils the call: none of them is freed or locked."""
         pages = self._pages(data, self.used)
-        idle = data.draw(st.sampled_from(self.free))
+        idle = data.draw(st.sampled_from(self.idle))
         pages.insert(data.draw(st.integers(0, len(pages))), idle)
         with pytest.raises(ValueError, match=f"slot {idle * self.page_size} is not allocated"):
-            self.real.free(slots(pages, self.page_size))
+            getattr(self.real, call)(slots(pages, self.page_size))
+
+    @rule(data=st.data())
+    def lock_some(self, data: st.DataObject) -> None:
+        """Any used pages, some of them perhaps several times."""
+        pages = data.draw(st.lists(st.sampled_from(sorted(self.used)), max_size=8)) if self.used else []
+        self.real.lock(slots(pages, self.page_size))
+        self.locks.update(pages)
+
+    @rule(data=st.data())
+    def unlock_some(self, data: st.DataObject) -> None:
+        locked = sorted(self.locks.elements())
+        pages = data.draw(st.permutations(locked))[: data.draw(st.integers(0, len(locked)))]
+        self.real.unlock(slots(pages, self.page_size))
+        self.locks -= Counter(pages)
+        back = sorted(page for page in self.leaving if not self.locks[page])
+        self.leaving -= set(back)
+        self.free += back
+
+    @precondition(lambda self: self.pages)
+    @rule(data=st.data())
+    def unlock_too_often(self, data: st.DataObject) -> None:
+        """One page too often among others spoils the call: none of them is unlocked."""
+        page = data.draw(st.integers(0, self.pages - 1))
+        others = [other for other in self._pages(data, set(self.locks.elements())) if other != page]
+        pages = data.draw(st.permutations([*others, *[page] * (self.locks[page] + 1)]))
+        with pytest.raises(ValueError, match=f"slot {page * self.page_size} is not locked so often"):
+            self.real.unlock(slots(pages, self.page_size))
 
     @precondition(lambda self: self.used)
     @rule(data=st.data())
@@ -124,8 +170,10 @@ class Allocator(RuleBasedStateMachine):
 
     @rule()
     def clear(self) -> None:
+        """Pages that are locked come back with their last lock."""
         self.real.clear()
-        self.free, self.used = list(range(self.pages)), set()
+        self.used, self.leaving = set(), set(self.locks.elements())
+        self.free = [page for page in range(self.pages) if page not in self.leaving | self.reserved]
 
     @invariant()
     def counts_agree(self) -> None:
@@ -139,6 +187,11 @@ class Allocator(RuleBasedStateMachine):
             rest = self.real.alloc(self.real.available_size())
             assert rest is not None
             assert rest.tolist() == slots(self.free, self.page_size).tolist()
+
+    def _left(self, pages: list[int]) -> None:
+        self.used -= set(pages)
+        self.leaving |= {page for page in pages if self.locks[page]}
+        self.free += [page for page in pages if not self.locks[page]]
 
     def _pages(self, data: st.DataObject, among: set[int], at_least: int = 0) -> list[int]:
         if not among:
@@ -157,6 +210,35 @@ def test_first_freed_is_first_reused() -> None:
     rest = pool.alloc(4)
     assert rest is not None
     assert rest.tolist() == [3, 4, 2, 0]
+
+
+def test_locked_slots_are_nobodys_before_the_last_lock_is_gone() -> None:
+    """Page 0 is reserved. Pages 1 and 2 are freed while they are locked, 1 twice over."""
+    pool = PageAllocator(4, 2, reserved=1)
+    mine, other = pool.alloc(4), pool.alloc(2)
+    assert mine is not None
+    assert other is not None
+    assert (mine.tolist(), other.tolist()) == ([2, 3, 4, 5], [6, 7])
+    pool.lock(torch.cat([mine, mine[:2]]))
+    assert pool.free(mine) == 4
+    assert pool.free_rest(torch.cat([mine, other])) == 2
+    assert pool.alloc(4) is None
+    pool.unlock(mine)
+    assert pool.available_size() == 4, "of page 1 one lock is left"
+    pool.lock(pool.alloc(4))  # type: ignore[arg-type]
+    pool.clear()
+    assert pool.available_size() == 0
+    for wrong in (torch.tensor([2, 3, 2, 3, 2, 3]), torch.tensor([4, 5, 4, 5])):
+        with pytest.raises(ValueError, match="is not locked so often"):
+            pool.unlock(wrong)
+    with pytest.raises(ValueError, match="slot 4 is not allocated"):
+        pool.lock(torch.tensor([4, 5]))
+    pool.unlock(torch.tensor([6, 7, 4, 5]))
+    assert pool.available_size() == 4
+    pool.unlock(torch.tensor([2, 3]))
+    everything = pool.alloc(6)
+    assert everything is not None
+    assert everything.tolist() == [4, 5, 6, 7, 2, 3]
 
 
 POOLS: dict[str, Callable[[], HostPool]] = {

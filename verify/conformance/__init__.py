@@ -1,0 +1,19 @@
+"""What a controller of host pools must keep to, as checks that anybody can run against his own.
+
+    from verify.conformance import CHECKS, Rig, fits
+
+    for check in CHECKS:
+        for seed in range(5):
+            if fits(check, "mamba", "emulated"):
+                with Rig(MyController, "mamba", "emulated", "kernel", seed=seed) as rig:
+                    check(rig)
+
+`MyController(stack, hooks, write_fence, load_fence, runtime)` has the methods of `refimpl.controller.Controller` and
+submits its work through the runtime, so that hooks are reached. `rig.py` is the stack that is worked on, `ordering.py`
+are the checks, `faults.py` are controllers with a fault each, to show that the checks find it.
+"""
+
+from verify.conformance.ordering import CHECKS
+from verify.conformance.rig import KINDS, Rig, fits
+
+__all__ = ["CHECKS", "KINDS", "Rig", "fits"]
