@@ -522,8 +522,8 @@ class NotingDevice(QueueRuntime):
         self.moved += [Moved("copy engine", *copy) for copy in copies]
         return super().copy(stream, to, source, nbytes, *options, **named)
 
-    def record(self, stream: Stream) -> Event:
-        event = super().record(stream)
+    def record(self, stream: Stream, timed: bool = False) -> Event:
+        event = super().record(stream, timed)
         self.told.append(Told("record", stream, event=event))
         return event
 

@@ -16,8 +16,8 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from dataclasses import replace
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -30,15 +30,27 @@ from refimpl.hooks import Hooks
 from refimpl.host_pool import HostPool
 from refimpl.indices import check_pair
 from refimpl.layer_done import SETS, LayerDone
+from refimpl.operations import (
+    Ack,
+    Batch,
+    LookedUp,
+    Operation,
+    Touched,
+    add_pages,
+    as_it_is_now,
+    count,
+    joined,
+    opposite,
+    overlap,
+    placement,
+)
 from refimpl.pool_group import HostPoolGroup, PoolTransfer
-from refimpl.receipt import Receipt
 from refimpl.runtime import Event, Runtime, Stream
 from refimpl.support import DIRECTIONS
 from refimpl.teardown import call_all
 from refimpl.transfer import Transfer
 from refimpl.windows import Window, require_rows
 
-Touched = dict[tuple[str, str], set[int] | None]  # pages by side and pool; None: only the device knows which
 Reclaim = Callable[[str, int], object]  # called with a pool that is full, and the slots that it lacks
 
 
@@ -59,87 +71,6 @@ class Stack(Protocol):
     def platform(self) -> str: ...
     @property
     def num_layers(self) -> int: ...
-
-
-@dataclass(eq=False)
-class Operation:
-    """What one call of `write` or `load` asked for; its lists are copies, so the caller may drop or change his.
-
-    tag       comes back in the acknowledgement
-    taken     slots that were allocated for it, by side and pool: they are freed if it fails
-    number    of operations in the order in which they were queued
-    touched   pages that it reads or writes
-    """
-
-    tag: Hashable
-    direction: str
-    transfers: tuple[PoolTransfer, ...]
-    taken: list[tuple[str, str, torch.Tensor]]
-    number: int
-    touched: Touched = field(default_factory=dict)
-
-    @cached_property
-    def written(self) -> Touched:
-        """Of those, the pages that it writes."""
-        to = "host" if self.direction == "backup" else "device"
-        return {place: pages for place, pages in self.touched.items() if place[0] == to}
-
-    def host_indices(self, name: str) -> torch.Tensor | None:
-        return next(t.host_indices for t in self.transfers if t.name == name)
-
-    def device_indices(self, name: str) -> torch.Tensor | Window | None:
-        return next(t.device_indices for t in self.transfers if t.name == name)
-
-
-@dataclass(frozen=True)
-class Ack:
-    """An operation that has ended.
-
-    tokens   index units moved, by pool; `bytes` likewise
-    seconds  of the device, for all operations that were submitted together
-    error    why it failed; its destinations then hold nothing that can be relied on, its sources are untouched
-    """
-
-    tag: Hashable
-    direction: str
-    tokens: dict[str, int]
-    bytes: dict[str, int]
-    seconds: float
-    error: BaseException | None = None
-
-
-@dataclass(eq=False)
-class Batch:
-    """Operations that are submitted together, one transfer for each pool."""
-
-    direction: str
-    operations: list[Operation]
-    touched: Touched
-    transfers: dict[str, Transfer] = field(default_factory=dict)
-    receipts: dict[str, list[Receipt]] = field(default_factory=dict)
-    verdicts: list[Callable[[], None]] = field(default_factory=list)
-    kept: list[object] = field(default_factory=list)
-    begun: Event | None = None
-    finished: Event | None = None
-    error: BaseException | None = None
-
-    def attempt(self, call: Callable[[], object], even_so: bool = False) -> None:
-        """Once something has failed, what was to follow is left out (but for what is to be done even so)."""
-        if self.error is None or even_so:
-            try:
-                call()
-            except Exception as failure:
-                self.error = self.error or failure
-
-    def names(self) -> list[str]:
-        return list(dict.fromkeys(t.name for operation in self.operations for t in operation.transfers))
-
-    def transfers_of(self, name: str) -> list[PoolTransfer]:
-        return [t for operation in self.operations for t in operation.transfers if t.name == name]
-
-    def conflicts(self, other: Batch) -> bool:
-        """Whether some slot is touched by both."""
-        return _overlap(self.touched, other.touched)
 
 
 class Controller:
@@ -239,7 +170,7 @@ class Controller:
 
         def pinned(indices: torch.Tensor | Window) -> torch.Tensor | Window:
             if id(indices) not in copies:
-                copies[id(indices)] = _as_it_is_now(indices)
+                copies[id(indices)] = as_it_is_now(indices)
             return copies[id(indices)]
 
         found = []
@@ -350,11 +281,11 @@ class Controller:
     def _take(self, direction: str) -> list[Operation]:
         """What is queued, up to the first that must come after something the other way that is queued still."""
         queued = self._queued[direction]
-        others = self._queued[_opposite(direction)]
+        others = self._queued[opposite(direction)]
         ready = 0
         for operation in queued:
             before = (other for other in others if other.number < operation.number)
-            if any(_overlap(operation.touched, other.touched) for other in before):
+            if any(overlap(operation.touched, other.touched) for other in before):
                 break
             ready += 1
         taken, self._queued[direction] = queued[:ready], queued[ready:]
@@ -371,13 +302,13 @@ class Controller:
         return groups
 
     def _mergeable(self, group: Sequence[Operation], operation: Operation) -> bool:
-        conflict = any(_overlap(operation.written, other.written) for other in group)
-        return not conflict and all(_placement(operation) == _placement(other) for other in group[-1:])
+        conflict = any(overlap(operation.written, other.written) for other in group)
+        return not conflict and all(placement(operation) == placement(other) for other in group[-1:])
 
     def _touched(self, operations: Iterable[Operation]) -> Touched:
         found: Touched = {}
         for place, pages in (item for operation in operations for item in operation.touched.items()):
-            _add(found, place, pages)
+            add_pages(found, place, pages)
         return found
 
     def _note_pages(self, t: PoolTransfer, touched: Touched) -> None:
@@ -385,9 +316,9 @@ class Controller:
         unit = self.host.pools[owner].page_size
         for side, slots in (("host", t.host_indices), ("device", t.device_indices)):
             if isinstance(slots, Window) or (slots is not None and slots.is_cuda):
-                _add(touched, (side, owner), None)
+                add_pages(touched, (side, owner), None)
             elif slots is not None:
-                _add(touched, (side, owner), set((slots.numpy()[::unit] // unit).tolist()))
+                add_pages(touched, (side, owner), set((slots.numpy()[::unit] // unit).tolist()))
 
     def _begin(self, batch: Batch) -> None:
         """Put the batch in order with everything that it must come after."""
@@ -400,7 +331,7 @@ class Controller:
     def _events_before(self, batch: Batch) -> list[Event]:
         """The caller's work so far, the forward passes', and transfers the other way of the same slots."""
         streams = [stream for stream in (self.runtime.current(), self.fences[batch.direction]) if stream is not None]
-        earlier = [other for other in self._in_flight[_opposite(batch.direction)] if batch.conflicts(other)]
+        earlier = [other for other in self._in_flight[opposite(batch.direction)] if batch.conflicts(other)]
         return [self.runtime.record(s) for s in streams] + [other.finished for other in earlier if other.finished]
 
     def _move(self, batch: Batch, name: str, layers: tuple[int, ...] | None = None) -> None:
@@ -417,8 +348,8 @@ class Controller:
 
     def _prepare(self, batch: Batch, name: str, stream: Stream) -> Transfer:
         parts = batch.transfers_of(name)
-        host = _joined([t.host_indices for t in parts])
-        device = _joined([self._slots(batch, t.device_indices, stream) for t in parts])
+        host = joined([t.host_indices for t in parts])
+        device = joined([self._slots(batch, t.device_indices, stream) for t in parts])
         batch.kept += [host, device]
         return self.host.pools[name].prepare(self.stack.device[name], host, device, batch.direction)
 
@@ -427,7 +358,7 @@ class Controller:
         if not isinstance(slots, Window):
             return slots
         for kept in batch.kept:
-            if isinstance(kept, _LookedUp) and kept.window is slots:
+            if isinstance(kept, LookedUp) and kept.window is slots:
                 return kept.slots
         found = slots.slots()
         if self.runtime.holds(found):
@@ -435,7 +366,7 @@ class Controller:
             batch.verdicts.append(partial(require_rows, slots, told))
         else:
             require_rows(slots, found)
-        batch.kept.append(_LookedUp(slots, found))
+        batch.kept.append(LookedUp(slots, found))
         return found
 
     def _end(self, batch: Batch) -> None:
@@ -503,7 +434,7 @@ class Controller:
 
     def _bytes(self, t: PoolTransfer) -> int:
         spec = self.host.pools[t.name].spec
-        return _count(t) // spec.page_size * spec.page_bytes
+        return count(t) // spec.page_size * spec.page_bytes
 
     def _ended(self, operation: Operation, batch: Batch, seconds: float) -> Ack:
         if batch.error:
@@ -511,9 +442,9 @@ class Controller:
         call_all(partial(allocator.unlock, slots) for allocator, slots in self._locks(operation))
         if batch.error:
             return Ack(operation.tag, batch.direction, {}, {}, seconds, batch.error)
-        tokens = {t.name: _count(t) for t in operation.transfers}
+        tokens = {t.name: count(t) for t in operation.transfers}
         nbytes = {t.name: self._bytes(t) for t in operation.transfers}
-        return Ack(operation.tag, batch.direction, tokens, nbytes, seconds)
+        return Ack(operation.tag, batch.direction, tokens, nbytes, seconds, receipts=batch.receipts)
 
     def drop(self, operation: Operation) -> None:
         """Take back what is queued and was not submitted; slots that it had allocated are free again."""
@@ -529,12 +460,6 @@ class Controller:
             self.acknowledge(wait=True)
 
 
-@dataclass(frozen=True, eq=False)
-class _LookedUp:
-    window: Window
-    slots: torch.Tensor
-
-
 def overwritten_in_place(spec: PoolSpec) -> bool:
     """Whether a model writes the same rows at every step: recurrent states, and the state rings of DeepSeek V4."""
     return spec.family == "v4_state" or any(c.unit == "slot" for c in spec.components)
@@ -543,51 +468,3 @@ def overwritten_in_place(spec: PoolSpec) -> bool:
 def loads_by_layer(pool: HostPool) -> bool:
     """Not with `staged` where a page's layers are interleaved: every layer would take the bus for the whole page."""
     return not (pool.backend == "staged" and pool.layout != "page_first_direct")
-
-
-def _opposite(direction: str) -> str:
-    return "load" if direction == "backup" else "backup"
-
-
-def _overlap(mine: Touched, theirs: Touched) -> bool:
-    """Whether some slot may be in both."""
-    for place in mine.keys() & theirs.keys():
-        a, b = mine[place], theirs[place]
-        if a is None or b is None or not a.isdisjoint(b):
-            return True
-    return False
-
-
-def _add(touched: Touched, place: tuple[str, str], pages: set[int] | None) -> None:
-    before = touched.setdefault(place, set())
-    if pages is None or before is None:
-        touched[place] = None
-    else:
-        before |= pages
-
-
-def _placement(operation: Operation) -> dict[str, list[str | None]]:
-    """Where the lists of each pool lie."""
-    return {
-        t.name: [i.device.type if isinstance(i, torch.Tensor) else None for i in (t.host_indices, t.device_indices)]
-        for t in operation.transfers
-    }
-
-
-def _as_it_is_now(indices: torch.Tensor | Window) -> torch.Tensor | Window:
-    if isinstance(indices, torch.Tensor):
-        return indices.clone()
-    if indices.when == "running":
-        return replace(indices, full=indices.full.clone())
-    slots = indices.slots().cpu()
-    require_rows(indices, slots)
-    return slots
-
-
-def _joined(lists: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
-    present = [indices for indices in lists if indices is not None]
-    return torch.cat([indices.to(torch.int64) for indices in present]) if present else None
-
-
-def _count(t: PoolTransfer) -> int:
-    return 0 if t.host_indices is None else t.host_indices.numel()

@@ -105,7 +105,8 @@ class HostPoolGroup:
     ) -> list[PoolTransfer] | None:
         """Fill in host indices: own slots first, in order of names so that all ranks agree, then those taken over.
 
-        None when a pool is full, also after `reclaim(name, need)`. Then, and when anything here raises, all slots that were taken are given back.
+        None when a pool is full, also after `reclaim(name, need)`. Then, and when anything here raises, all slots that
+        were taken are given back.
         """
         wanted = {t.name: t for t in transfers}
         if len(wanted) < len(transfers):
@@ -141,19 +142,17 @@ class HostPoolGroup:
             pool.close()
 
     def _take_over(self, name: str, resolved: dict[str, PoolTransfer]) -> None:
-        source = self.pools[name].spec.indices_from
-        if source is None or resolved[name].host_indices is not None:
+        """The lists that a sidecar does not have from the pool it rides on."""
+        source, own = self.pools[name].spec.indices_from, resolved[name]
+        if source is None or (own.host_indices is not None and own.device_indices is not None):
             return
         if source not in resolved:
             raise ValueError(f"pool {name!r} takes its indices from {source!r}, which is not part of this transfer")
         self._take_over(source, resolved)
         origin = resolved[source]
-        device = resolved[name].device_indices
-        resolved[name] = replace(
-            resolved[name],
-            host_indices=origin.host_indices,
-            device_indices=origin.device_indices if device is None else device,
-        )
+        host = origin.host_indices if own.host_indices is None else own.host_indices
+        device = origin.device_indices if own.device_indices is None else own.device_indices
+        resolved[name] = PoolTransfer(name, host, device)
 
     def _give_back(self, taken: Mapping[str, torch.Tensor]) -> None:
         for name, slots in taken.items():

@@ -17,7 +17,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from refimpl.controller import Ack, Controller
+from refimpl.controller import Controller
+from refimpl.operations import Ack
 from refimpl.pool_group import PoolTransfer
 
 # Policy -> times that a node is met before it is backed up; None: not before it is evicted.

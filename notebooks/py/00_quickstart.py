@@ -245,5 +245,6 @@ print(f"{MODEL}, {LAYOUT}, {BACKEND}: {count} pages of {len(specs)} pool(s) back
 #
 # - [01_layouts](01_layouts.ipynb): the six layouts drawn, byte by byte, and what is contiguous for whom.
 # - [02_transfers](02_transfers.ipynb): from the definition of a transfer to the runs that a backend executes, with the run lengths of every pairing of four models.
+# - [03_hybrid_stacks](03_hybrid_stacks.ipynb): all pools of a model at once, and who waits for whom.
 # - `refimpl/presets.py`: the models, each number with its source. A pool of your own is a `PoolSpec` like those.
 # - `make verify` checks all of this for every kind of pool; `make run MODEL=qwen3-next` runs the notebooks on another model.

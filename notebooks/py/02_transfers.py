@@ -425,6 +425,7 @@ print("all claims hold")
 # %% [markdown]
 # ## Where to go next
 #
+# - [03_hybrid_stacks](03_hybrid_stacks.ipynb): transfers of all pools of a model, layer by layer, and who waits for whom.
 # - [07_fast_paths](07_fast_paths.ipynb): how a GPU moves the runs of a plan, and how fast.
 # - [01_layouts](01_layouts.ipynb): the layouts themselves, drawn.
 # - `refimpl/oracle.py` and `refimpl/plan.py`: both derivations.

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 
 from refimpl import PageAllocator, PoolTransfer
-from refimpl.controller import Ack, Batch, Controller, Operation, Reclaim, Touched
+from refimpl.controller import Controller, Reclaim
 from refimpl.host_pool import HostPool
+from refimpl.operations import Ack, Batch, Operation, Touched
 from refimpl.runtime import Event
 from refimpl.windows import When, Window
 from verify.conformance import ordering

@@ -14,8 +14,8 @@ import torch
 
 from refimpl import PoolSpec, PoolTransfer, build_stack, presets
 from refimpl.backends import registry
-from refimpl.controller import Ack, Operation
 from refimpl.hooks import Hold, Hooks
+from refimpl.operations import Ack, Operation
 from refimpl.runtime import Event, QueueRuntime, Stream
 from refimpl.support import DIRECTIONS
 from verify import fill

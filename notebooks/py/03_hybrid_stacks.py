@@ -1,0 +1,697 @@
+# ---
+# jupyter:
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Hybrid stacks: many pools, one prefix
+#
+# A model with one kind of attention has one pool. A **hybrid stack** has several: full attention beside a sliding window, compressed attention with index keys, recurrent states. They differ in rows, in layers, in how much of a prefix they must keep; but one prefix lives in all of them, so it is backed up, loaded and reported as one. **What is hard about that is not the copying, it is the order**: which copy waits for which step of the model, and the other way round.
+#
+# In short:
+#
+# - One call builds every pool of a model on both sides, within one budget. Pools either own indices or ride on one that does.
+# - One operation moves a prefix in all pools; its acknowledgement says how many bytes each of them moved.
+# - A load goes layer by layer over all pools, so that the model can begin with layer 0 while the rest is on its way.
+# - A missing wait is no crash, but wrong bytes, now and then. The last parts leave two waits out, show what comes of it, and run the checks that find them.
+#
+# ## Every pool of a model
+#
+# DeepSeek V4 keeps, for each layer, the latents of a window (`swa`); for some layers latents of every 4th token (`c4`) with index keys (`c4_indexer`), for others of every 128th (`c128`); and rings of states that compression goes on from. Two pools own indices: `kv`, which stores nothing itself, and `swa`. The stack lies on an emulated device here, and each pool may have a layout and a backend of its own.
+
+# %%
+import inspect
+import sys
+from collections import Counter
+from functools import partial
+from itertools import zip_longest
+from textwrap import wrap
+
+sys.path.append("notebooks")  # found there when the notebook runs in the repository's root
+
+import book
+import matplotlib.pyplot as plt
+import numpy as np
+import torch
+from matplotlib.patches import Rectangle
+
+from refimpl import DevicePool, HostPool, PoolTransfer, build_stack, oracle, presets, sizing
+from refimpl.controller import Controller, loads_by_layer
+from refimpl.layer_done import SETS
+from refimpl.radix import POLICIES, PrefixCache
+from refimpl.runtime import HostQueue, QueuedEvent
+from verify.conformance import Rig, faults, ordering
+from verify.toys import STACKS
+
+FLASH, PAGE = "deepseek-v4-flash", 256
+stack = build_stack(
+    FLASH,
+    layout="page_first",
+    backend="kernel",
+    pools={
+        "swa": ("page_first_direct", "direct"),
+        "c4": ("page_first", "staged"),
+        "c4_indexer": ("page_first", "auto"),
+    },
+    device_pages={"kv": 20, "swa": 5},  # page 0 is padding, as engines keep it
+    host_ratio=1.25,
+    platform="emulated",
+    staging_pages=2,
+)
+print(stack)
+
+# %% [markdown]
+# Who rides on whom, and which model layers each pool stores, for this model and for two other kinds. A filled cell is a layer that the pool stores. **No two pools of a hybrid need have a layer in common, and none need have all of them**: "layer 7" means something else, or nothing, in each.
+
+# %%
+OWNER_COLOURS = {"kv": book.LAYER_COLOURS[1], "swa": book.LAYER_COLOURS[2], "mamba": "#BFE3C0"}
+models = {name: presets.model(name, page_size=PAGE) for name in (FLASH, "qwen3-next", "gpt-oss-20b", "llama-3.1-8b")}
+
+
+def owner(specs, name):
+    return name if specs[name].indices_from is None else owner(specs, specs[name].indices_from)
+
+
+def by_owner(specs):
+    """Pools, each owner of indices followed by those that ride on it."""
+    owners = [name for name in specs if owner(specs, name) == name]
+    return [name for own in owners for name in specs if owner(specs, name) == own]
+
+
+def draw_stacks(shown):
+    heights = [len(specs) + 1.2 for specs in shown.values()]
+    _, axes = plt.subplots(len(shown), 1, figsize=(9.6, 0.3 * sum(heights)), height_ratios=heights)
+    for ax, (model, specs) in zip(axes, shown.items(), strict=True):
+        names = by_owner(specs)
+        count = max(spec.layers for spec in specs.values())
+        for y, name in enumerate(names):
+            spec, own = specs[name], owner(specs, name)
+            for layer in range(count):
+                look = {"facecolor": OWNER_COLOURS[own]} if layer in spec.owned_layers else {"facecolor": book.OTHER}
+                ax.add_patch(Rectangle((layer, y + 0.08), 1, 0.84, edgecolor="white", lw=0.8, **look))
+            if not spec.components:
+                ax.text(count / 2, y + 0.5, "stores nothing, owns indices", ha="center", va="center", fontsize=8)
+            if own != name:  # a bracket from the rider up to its owner
+                x, top = -0.6, names.index(own) + 0.75
+                line = {"color": "#555555", "lw": 1, "ls": "-", "marker": "", "clip_on": False}
+                ax.plot((x, x, x + 0.45), (top, y + 0.5, y + 0.5), **line)
+        ax.set(xlim=(-1, 49), ylim=(len(names), 0))
+        labels = [name if owner(specs, name) == name else f"rides: {name}" for name in names]
+        ax.set_yticks([y + 0.5 for y in range(len(names))], labels, fontsize=8.5)
+        ax.set_xticks([x + 0.5 for x in range(0, count, 6)], range(0, count, 6), fontsize=7.5)
+        ax.tick_params(length=0)
+        ax.spines[:].set_visible(False)
+        ax.grid(False)
+        ax.set_title(model, fontsize=10)
+    axes[-1].set_xlabel("model layer", fontsize=9, loc="left")
+
+
+draw_stacks({name: models[name] for name in (FLASH, "qwen3-next", "gpt-oss-20b")})
+layers_of = {name: {pool: spec.owned_layers for pool, spec in specs.items()} for name, specs in models.items()}
+print("digest of what is drawn:", book.digest(layers_of))
+
+# %% [markdown]
+# ## What a prefix weighs
+#
+# A rider has exactly the pages of its owner, so bytes are counted by owner. Pages hold 256 tokens here, for all models. A page of full attention is needed for every 256 tokens of a prefix; of a window, pages for its last tokens only; of a recurrent model, **one state, however long the prefix is**.
+
+# %%
+WINDOW = {FLASH: PAGE, "gpt-oss-20b": PAGE}  # tokens at the end of a prefix that a window needs: a page
+
+
+def page_bytes(specs):
+    """Bytes of a page by owner, riders included."""
+    found = {}
+    for name, spec in specs.items():
+        found[owner(specs, name)] = found.get(owner(specs, name), 0) + spec.page_bytes
+    return found
+
+
+def prefix_bytes(model, tokens):
+    """All that one prefix keeps."""
+    each = page_bytes(models[model])
+    pages = {"kv": tokens // PAGE, "swa": min(tokens, WINDOW.get(model, tokens)) // PAGE, "mamba": 1}
+    return sum(pages[name] * nbytes for name, nbytes in each.items())
+
+
+LENGTHS = [PAGE << i for i in range(10)]
+rows = []
+for model, specs in models.items():
+    each = page_bytes(specs)
+    token = each["kv"] / PAGE
+    fixed = sum(nbytes for name, nbytes in each.items() if name != "kv")
+    total = [f"{prefix_bytes(model, n) / 2**20:,.1f}" for n in (LENGTHS[0], LENGTHS[4], LENGTHS[-1])]
+    same = f"{fixed / token:,.0f} tokens" if fixed else "-"
+    rows.append([model, f"{token:,.0f}", book.size(fixed) if fixed else "-", same, *total])
+mib = [f"MiB of\n{n:,} tokens" for n in (LENGTHS[0], LENGTHS[4], LENGTHS[-1])]
+heads = ["full attention,\nbytes a token", "window or state,\nonce a prefix", "as much as\nfull attention of"]
+book.table(["", *heads, *mib], rows)
+
+# %% [markdown]
+# On the left, one page (or state) of every pool. On the right, whole prefixes: what is kept once dominates short prefixes, what is kept for each token dominates long ones. Where two lines cross, the cheaper model changes.
+
+# %%
+def draw_bytes():
+    _, (left, right) = plt.subplots(1, 2, figsize=(9.6, 4.2), width_ratios=(1, 1.05))
+    bars = [(model, name, spec.page_bytes) for model, specs in models.items() for name, spec in specs.items()]
+    bars = [bar for bar in bars if bar[2]]
+    for y, (model, name, nbytes) in enumerate(bars):
+        left.barh(y, nbytes, 0.72, color=OWNER_COLOURS[owner(models[model], name)], edgecolor="#555555", lw=0.6)
+        left.text(nbytes * 1.15, y, f"{nbytes / 2**20:.2f}", va="center", fontsize=8)
+    left.set_yticks(range(len(bars)), [f"{model}: {name}" for model, name, _ in bars], fontsize=8)
+    left.set_xscale("log", base=2)
+    left.set(ylim=(len(bars) - 0.4, -0.6), xlim=(1 << 14, 1 << 29), xlabel="MiB")
+    left.set_xticks([1 << i for i in range(16, 30, 4)], [f"{2.0 ** (i - 20):g}" for i in range(16, 30, 4)], fontsize=8)
+    left.grid(axis="y", visible=False)
+    left.set_title("a page of 256 tokens, or one state", fontsize=10)
+    for model in models:
+        right.plot(LENGTHS, [prefix_bytes(model, n) / 2**20 for n in LENGTHS], label=model)
+    right.set_xscale("log", base=2)
+    right.set_yscale("log", base=2)
+    right.xaxis.set_major_formatter(lambda x, _: f"{x:,.0f}")
+    right.yaxis.set_major_formatter(lambda y, _: f"{y:,g}")
+    right.tick_params(axis="both", labelsize=7.5)
+    right.set(xlabel="tokens of the prefix", ylabel="MiB")
+    right.set_title("a whole prefix", fontsize=10)
+    right.legend(fontsize=8, loc="upper left")
+    return bars
+
+
+print("digest of what is drawn:", book.digest(draw_bytes(), [[prefix_bytes(m, n) for n in LENGTHS] for m in models]))
+
+# %% [markdown]
+# ### How one budget is divided
+#
+# Nobody can say how many bytes each pool shall have, but an engine has decided that already, for its device. So `build_stack(host_bytes=…)` divides one budget as the device's bytes are divided, riders with their owners, rounds down to whole pages and checks the sum *before* any memory is taken. (SGLang 0.5.23 takes no bytes for DeepSeek V4, only a ratio.) Chosen here: 1,024 pages of full attention on the device, a tenth as many pages of a window, 128 states, and 64 GiB on the host.
+
+# %%
+BUDGET = 64 << 30
+rows, unused = [], {}
+for model, specs in models.items():
+    each = page_bytes(specs)
+    on_device = {name: {"kv": 1024, "swa": 102, "mamba": 128}[name] for name in each}
+    on_host = sizing.pages_for_shares(on_device, each, BUDGET)
+    taken = {name: on_host[name] * each[name] for name in each}
+    unused[model] = BUDGET - sum(taken.values()), sum(each.values())
+    for name, nbytes in each.items():
+        unit = "states" if name == "mamba" else "pages"
+        share = f"{taken[name] / BUDGET:.1%}"
+        rows.append([model, name, f"{on_device[name]:,} {unit}", book.size(nbytes), share, f"{on_host[name]:,} {unit}"])
+book.table(["", "owner", "device", "each, with riders", "share of the host", "host"], rows)
+
+with build_stack(FLASH, device_pages={"kv": 10, "swa": 1}, host_bytes=64 << 20) as small:
+    each = page_bytes(models[FLASH])
+    built = {name: small.host.pools[name].num_pages for name in each}
+print("\na stack of 64 MiB, built:", built)
+print(f"a page of the window weighs as much as {each['swa'] / each['kv']:.1f} pages of what rides on kv")
+
+# %% [markdown]
+# So for DeepSeek V4 the ratio of window tokens to all tokens (SGLang's `--swa-full-tokens-ratio`, here a tenth) decides what the host has room for.
+#
+# ## One prefix, written and loaded
+#
+# A request has computed 12 pages. Its prefix is 12 pages of `kv`, and of the window the last one. `write` allocates host slots, locks slots on both sides and queues; `start_writing` submits what is queued, everything at once; `acknowledge` tells what has ended. Riders are named, but need no slots: they take their owner's.
+
+# %%
+generator = torch.Generator().manual_seed(0)
+
+
+def randomise(pool):
+    for component, layer in book.layers(pool):
+        pool.buffer(component, layer).view(torch.uint8).random_(0, 256, generator=generator)
+
+
+def show(ack):
+    print(f"acknowledged: the {ack.direction} of {ack.tag!r}, {sum(ack.bytes.values()):,} bytes, error: {ack.error}")
+
+
+for pool in stack.device.values():
+    randomise(pool)
+controller = Controller(stack)
+mine = {"kv": stack.device_slots["kv"].alloc(12 * PAGE), "swa": stack.device_slots["swa"].alloc(PAGE)}
+written = controller.write("a prefix", [PoolTransfer(name, None, mine.get(name)) for name in stack.specs])
+print("batches submitted:     ", controller.start_writing())
+arrived = sum(np.count_nonzero(memory) for pool in stack.host.pools.values() for memory in book.raw(pool))
+print("bytes on the host then:", arrived)
+print("ended by then:         ", controller.acknowledge())
+(backed_up,) = controller.acknowledge(wait=True)
+print()
+
+rows = []
+for name in stack.specs:
+    (receipt,) = backed_up.receipts[name]
+    expected = HostPool(stack.specs[name], stack.host.pools[name].layout, stack.host.pools[name].num_pages)
+    oracle.backup(expected, stack.device[name], written.host_indices(name), written.device_indices(name))
+    wrong = book.differing(stack.host.pools[name], expected)
+    numbers = [receipt.descriptors, receipt.kernels, backed_up.tokens[name] // PAGE, backed_up.bytes[name], wrong]
+    rows.append([name, stack.owner(name), receipt.path, *numbers])
+    assert wrong == 0
+heads = ["pool", "indices of", "path", "descriptors", "launches", "pages"]
+book.table([*heads, "bytes\nacknowledged", "bytes not\nas the oracle's"], rows)
+print()
+show(backed_up)
+print("submitted in this order:", ", ".join(backed_up.receipts))
+
+# %% [markdown]
+# The order of submission is not that of the stack: **rings of states come first**, since the model overwrites them in place with its next step. Its stream waits for their copies and for nothing else; rows of tokens are only ever appended to, so their copies may take their time.
+#
+# Now the request is over and its slots are free. Other requests fill the device; then the prefix is needed again. `load` allocates device slots, other ones; `start_loading` submits, layer by layer over all pools, and returns what a forward pass is to wait for. The device is compared with the oracle's to the last byte, so also with what was *not* to be written.
+
+# %%
+for name, slots in mine.items():
+    stack.device_slots[name].free(slots)
+    stack.device_slots[name].alloc(2 * PAGE)  # somebody else's
+for pool in stack.device.values():
+    randomise(pool)
+expected = {name: DevicePool(spec, stack.device[name].num_pages) for name, spec in stack.specs.items()}
+for name, pool in expected.items():
+    for component, layer in book.layers(pool):
+        pool.buffer(component, layer).copy_(stack.device[name].buffer(component, layer))
+
+stored = {name: written.host_indices(name) for name in mine}  # riders take over what their owner has
+loading = controller.load("a prefix", [PoolTransfer(name, stored.get(name)) for name in stack.specs])
+producer = controller.start_loading()
+controller.set_consumer(producer)
+controller.wait_until(0)  # the caller's stream waits, not the host
+(loaded,) = controller.acknowledge(wait=True)
+
+rows = []
+for name, pool in stack.host.pools.items():
+    oracle.load(pool, expected[name], loading.host_indices(name), loading.device_indices(name))
+    pairs = [(expected[name].buffer(*at), stack.device[name].buffer(*at)) for at in book.layers(expected[name])]
+    wrong = sum(int((a.view(torch.uint8) != b.view(torch.uint8)).sum()) for a, b in pairs)
+    receipts = loaded.receipts[name]
+    moved = sum(receipt.bytes > 0 for receipt in receipts)
+    way = "by layer" if loads_by_layer(pool) else "whole, ahead of layer 0"
+    path = max(receipts, key=lambda receipt: receipt.bytes).path
+    rows.append([name, path, way, len(receipts), moved, loaded.bytes[name], wrong])
+    assert wrong == 0
+heads = ["pool", "path", "comes", "runs", "of which\nmove bytes"]
+book.table([*heads, "bytes\nacknowledged", "bytes not\nas the oracle's"], rows)
+pages = {name: (slots[::PAGE] // PAGE).tolist() for name, slots in mine.items()}
+new_pages = {name: (loading.device_indices(name)[::PAGE] // PAGE).tolist() for name in mine}
+print(f"\nsaved from device pages {pages}\nloaded to device pages  {new_pages}")
+show(loaded)
+assert loaded.bytes == backed_up.bytes
+controller.close()
+stack.close()
+
+# %% [markdown]
+# A pool with backend `staged` in a layout that interleaves layers (`c4` here) comes as a whole before layer 0: layer by layer, each would take the bus for the whole page. In `page_first_direct` it comes by layer like the others.
+#
+# ## The timeline of a load
+#
+# When may the model begin? The same load again, behind a queue whose streams run side by side, each with a clock. **The clock counts bytes over the bus, not seconds**: the copy of a layer of a pool takes as long as it has bytes. Computing a layer is said to take as long as loading an average one (a ratio that depends on model, batch and GPU; the second picture varies it). Each layer of the model compares the rows that it reads with what the host has, at that very moment.
+
+# %%
+class Clocked(HostQueue):
+    """Streams run side by side, operations as soon as they may; each takes what `spend` was told meanwhile."""
+
+    def __init__(self):
+        super().__init__()
+        self.now, self.clocks = 0.0, {}
+
+    def spend(self, time):
+        self.clocks[self.running] += time
+
+    def record(self, stream, timed=False):
+        event = QueuedEvent(self)
+
+        def passed():
+            event.passed, event.at = True, self.now
+
+        self.submit(passed, stream)
+        return event
+
+    def run_until(self, event):
+        def may_start(stream):
+            after = self._queues[stream][0].after
+            return max(self.clocks.get(stream, 0.0), after.at if after else 0.0)
+
+        while not event.passed:
+            self.running = min(self._ready(), key=may_start)
+            self.clocks[self.running] = self.now = may_start(self.running)
+            self._queues[self.running].popleft().what()
+
+
+class ClockedController(Controller):
+    """Lets its queue's clock run with the bytes that arrive, and notes which came when."""
+
+    def __init__(self, *parts, **more):
+        super().__init__(*parts, **more)
+        self.arrivals = []
+
+    def _move(self, batch, name, layers=None):
+        (layer,), owned = layers, self.host.pools[name].spec.owned_layers
+        nbytes = sum(map(self._bytes, batch.transfers_of(name))) // len(owned) if layer in owned else 0
+
+        def tick():
+            if nbytes:
+                self.arrivals.append((layer, name, self.runtime.now, self.runtime.now + nbytes))
+            self.runtime.spend(nbytes)
+
+        self.runtime.submit(tick, self._streams["load"])
+        super()._move(batch, name, layers)
+
+
+source = build_stack(FLASH, "page_first", device_pages={"kv": 13, "swa": 2}, host_ratio=1)
+saved = {"kv": source.host.alloc(12 * PAGE), "swa": source.host.alloc(PAGE, "swa")}
+whole = 12 * page_bytes(source.specs)["kv"] + page_bytes(source.specs)["swa"]
+for pool in source.host.pools.values():
+    for memory in book.raw(pool):
+        torch.from_numpy(memory).random_(1, 256, generator=generator)
+
+
+def absent(layer, operation):
+    """Pools whose rows of a layer are not what the host has."""
+    for name, spec in source.specs.items():
+        if layer in spec.owned_layers:
+            there = source.device[name].view(name, layer)[operation.device_indices(name)[::PAGE] // PAGE]
+            right = source.host.pools[name].layer_view(name, layer)[operation.host_indices(name)[::PAGE] // PAGE]
+            if not torch.equal(there, right):
+                yield name
+
+
+def timeline(waits, ratio=1.0):
+    """Load the prefix, and submit a forward pass that `waits` for "layers", for "everything" or for "nothing".
+
+    Arrivals: layer, pool, begin, end. Of each layer of the pass: begin, end, pools whose rows were not there by then.
+    """
+    for pool in source.device.values():
+        for component, layer in book.layers(pool):
+            pool.buffer(component, layer).zero_()
+    queue, layers, steps = Clocked(), range(source.num_layers), []
+    controller = ClockedController(source, runtime=queue)
+    compute = ratio * whole / len(layers)
+    operation = controller.load("a prefix", [PoolTransfer(name, saved.get(name)) for name in source.specs])
+    controller.set_consumer(controller.start_loading())
+
+    def forward(layer):
+        steps.append((queue.now, queue.now + compute, list(absent(layer, operation))))
+        queue.spend(compute)
+
+    with queue.on("model"):
+        for layer in layers:
+            if waits != "nothing":
+                controller.wait_until(layer if waits == "layers" else layers[-1])
+            queue.submit(partial(forward, layer))
+        queue.record("model").synchronize()
+    controller.acknowledge(wait=True)
+    for name, slots in source.device_slots.items():
+        slots.free(operation.device_indices(name))
+    return controller.arrivals, steps
+
+
+WAITS = ("layers", "everything", "nothing")
+arrivals, steps = {}, {}
+rows = []
+for waits in WAITS:
+    arrivals[waits], steps[waits] = timeline(waits)
+    early = [layer for layer, (_, _, absent) in enumerate(steps[waits]) if absent]
+    numbers = [f"{at / whole:.3f}" for at in (steps[waits][0][0], steps[waits][-1][1])]
+    rows.append([waits, *numbers, len(early), sum(len(absent) for _, _, absent in steps[waits])])
+print(f"loaded: {whole:,} bytes in {len(arrivals['layers'])} copies; this is 1 on the clock\n")
+heads = ["the forward pass\nwaits for", "layer 0\nstarts", "last layer\nends", "layers that read\nwrong rows"]
+book.table([*heads, "rows of pools\nthat were wrong"], rows)
+of_layer = {layer: round(sum(e - b for at, _, b, e in arrivals["layers"] if at == layer)) for layer in range(4)}
+print("\nbytes of a layer:", ", ".join(f"layer {layer} {nbytes:,}" for layer, nbytes in of_layer.items()))
+assert arrivals["layers"] == arrivals["everything"] == arrivals["nothing"]
+
+# %% [markdown]
+# One line for each layer. Coloured: its rows arrive, pool by pool. White: the layer is computed, by a pass that waits for each layer just before it reads it. Dotted: by one that waits for the whole load. (The pass that waits for nothing is not drawn. It is the fastest.)
+
+# %%
+POOL_LOOKS = {
+    "swa": ("#D55E00", ""),
+    "c4": ("#0072B2", ""),
+    "c4_indexer": ("#56B4E9", "////"),
+    "c128": ("#009E73", ""),
+    "c4_state": ("#E69F00", ""),
+    "c4_indexer_state": ("#F0E442", "...."),
+}
+
+
+def draw_timeline(first=8):
+    """All layers, and the first ones enlarged."""
+    figure, (ax, zoom) = plt.subplots(1, 2, figsize=(9.6, 5.2), width_ratios=(1, 1.25))
+    passes = {"layers": {"facecolor": "white"}, "everything": {"facecolor": "#DDDDDD", "hatch": "...."}}
+    shapes = {}
+
+    def box(ax, layer, begin, end, **look):
+        at = {"xy": (begin / whole, layer + 0.08), "width": (end - begin) / whole, "height": 0.84}
+        return ax.add_patch(Rectangle(**at, edgecolor="black", **{"lw": 0.5} | look))
+
+    for layer, name, begin, end in arrivals["layers"]:
+        colour, hatch = POOL_LOOKS[name]
+        box(ax, layer, begin, end, facecolor=colour, lw=0)
+        if layer < first:
+            shapes[name] = box(zoom, layer, begin, end, facecolor=colour, hatch=hatch)
+    for waits, look in passes.items():
+        for layer, (begin, end, _) in enumerate(steps[waits]):
+            shapes[f"computed by a pass that\nwaits for {waits}"] = box(ax, layer, begin, end, **look)
+            if layer < first and waits == "layers":
+                box(zoom, layer, begin, end, **look, lw=1)
+    ax.set(xlim=(0, steps["everything"][-1][1] / whole), ylim=(43, 0), ylabel="model layer")
+    ax.set_yticks([x + 0.5 for x in range(0, 43, 6)], range(0, 43, 6))
+    ax.add_patch(Rectangle((0, 0), steps["layers"][first - 1][1] / whole, first, fill=False, ls=":", lw=1.2))
+    ax.set_title("all layers", fontsize=10)
+    zoom.set(xlim=(0, steps["layers"][first - 1][1] / whole * 1.01), ylim=(first, 0))
+    zoom.set_yticks([x + 0.5 for x in range(first)], range(first))
+    zoom.set_title("the first layers", fontsize=10)
+    for each in (ax, zoom):
+        each.grid(axis="y", visible=False)
+        each.set_xlabel("clock: bytes over the bus, 1 is the whole load", fontsize=9)
+    figure.legend(shapes.values(), shapes, loc="outside lower center", ncols=4, fontsize=8.5)
+
+
+draw_timeline()
+print("digest of what is drawn:", book.digest(arrivals["layers"], steps["layers"], steps["everything"]))
+
+# %% [markdown]
+# Layers are not alike: those with C4 pools bring several times the bytes of the others. The pass that waits by layer starts with the first rows and ends soon after the last ones. How much that wins depends on the ratio of computing to loading. **With equal times it wins almost half; where one of them dwarfs the other, there is nothing much to win, and nothing to lose.**
+
+# %%
+RATIOS = [0.125, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0]
+ends = {waits: [timeline(waits, ratio)[1][-1][1] / whole for ratio in RATIOS] for waits in WAITS[:2]}
+ends["layers"], ends["everything"] = np.array(ends["layers"]), np.array(ends["everything"])
+won = 1 - ends["layers"] / ends["everything"]
+_, ax = plt.subplots(figsize=(7.2, 3.2))
+ax.plot(RATIOS, won * 100, marker="o")
+ax.set_xscale("log", base=2)
+ax.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
+ax.set(xlabel="computing a layer, in loads of an average layer", ylabel="time saved by\nwaiting by layer, %")
+ax.set_ylim(0, 50)
+columns = zip(RATIOS, *ends.values(), won, strict=True)
+rows = [[f"{ratio:g}", f"{by_layer:.3f}", f"{at_once:.3f}", f"{won:.1%}"] for ratio, by_layer, at_once, won in columns]
+book.table(["ratio", "waits for layers", "for everything", "saved"], rows)
+print("digest of what is drawn:", book.digest(won))
+
+# %% [markdown]
+# On a GPU the calls are the same: streams, events, and waits that the GPU makes, not the host. What the clock does not tell is how many seconds a byte takes (that depends on run lengths and backend: [07_fast_paths](07_fast_paths.ipynb)) and what copies and kernels take from each other. No seconds are given here, since none were measured.
+#
+# ## Two waits left out
+#
+# A recurrent state is used as a whole: a request that goes on from a cached prefix copies the state to a slot of its own, all layers of it. Whoever makes that copy must wait for the *last* layer of the pool. SGLang's issue 36743 reports that it is made before that has arrived. Here is that fault, from `verify/conformance/faults.py`:
+
+# %%
+print(inspect.getsource(faults.WaitsForTheFirstLayerOfAState))
+
+
+def copied_state(make, seed):
+    """Layer by layer, what a copy of a state holds that was made while layer 4 was late."""
+    with Rig(make, "six-states", "cpu", "torch", seed=seed) as rig:
+        host, stored = rig.on_host()
+        slots, copy = rig.take(), rig.take()
+        before = rig.see({"mamba": slots["mamba"]}).rows
+        with rig.held("load layer 4"):
+            rig.load(host, slots)
+            rig.controller.wait_for_all_of("mamba")
+            rig.move({"mamba": slots["mamba"]}, {"mamba": copy["mamba"]}, rig.model)
+            rig.run_all()
+        rig.finish()
+        told = {}
+        for place, rows in rig.see({"mamba": copy["mamba"]}).rows.items():
+            known = {"what was loaded": stored.rows[place], "what lay there before": before[place]}
+            told.setdefault(place[2], set()).update(name for name in known if torch.equal(rows, known[name]))
+        return {layer: " and ".join(sorted(names)) for layer, names in told.items()}
+
+
+copies = {make.__name__: copied_state(make, seed=0) for make in (Controller, faults.WaitsForTheFirstLayerOfAState)}
+rows = [[f"layer {layer}", *(copy[layer] for copy in copies.values())] for layer in copies["Controller"]]
+book.table(["the copy holds in", *copies], rows)
+
+# %% [markdown]
+# No error, no crash; a state of which some layers are of this prefix, and the others of whatever had the slot before. Here the load was held before layer 4. Where no layer is late the fault does no harm, so a test in which nothing happens to be late never sees it. The checks of `verify/conformance` therefore hold steps, and let streams run in orders that a seed chooses. **They take any controller class, an engine's too.** The second fault below forgets the write fence, the stream of a forward pass that may still write what is backed up.
+
+# %%
+SEEDS = 20
+
+
+def verdicts(make, check, kind, seeds=SEEDS):
+    """What a check says of a controller, in so many orders."""
+    said = Counter()
+    for seed in range(seeds):
+        with Rig(make, kind, "cpu", "torch", seed=seed) as rig:
+            try:
+                check(rig)
+            except AssertionError as wrong:
+                said[str(wrong)] += 1
+    return said
+
+
+FAULTS = (
+    (faults.WaitsForTheFirstLayerOfAState, ordering.check_whole_states, "six-states"),
+    (faults.ForgetsTheWriteFence, ordering.check_backup_reads_what_a_forward_pass_wrote, "mha"),
+)
+caught = {}  # controller, check -> in how many orders
+for fault, check, kind in FAULTS:
+    for make in (Controller, fault):
+        said = verdicts(make, check, kind)
+        caught[make.__name__, check.__name__] = said.total()
+        print(f"{make.__name__}, {check.__name__}: caught in {said.total()} of {SEEDS} orders")
+    print(f"    {said.most_common(1)[0][0]}\n")
+
+# %% [markdown]
+# ## The rules of order
+#
+# Who waits for whom, and what happens otherwise; numbers are issues of SGLang. The last column is evidence: the checks of that rule, each in several orders of the queue, on a stack with full attention, a window and states.
+
+# %%
+RULES = [
+    (
+        "a backup",
+        "the caller's work, and the forward pass that may still write (write fence)",
+        "the last token, or a half-done state, is stored as it was before",
+        ("backup_reads_what_the_caller_wrote", "backup_reads_what_a_forward_pass_wrote"),
+    ),
+    (
+        "a load",
+        "the forward pass that still uses those slots (load fence)",
+        "36738: that pass writes over what was loaded",
+        ("load_leaves_what_the_caller_reads", "load_leaves_what_a_forward_pass_reads"),
+    ),
+    ("a reader of a layer", "that layer, in all pools", "it reads another prefix", ("readers_of_layers",)),
+    (
+        "a reader of a whole state",
+        "the last layer of its pool",
+        "36743: a state of two prefixes",
+        ("whole_states",),
+    ),
+    (
+        "the model's next step",
+        "backups of states that it overwrites in place",
+        "the host keeps a later state",
+        ("states_overwritten_by_the_caller", "states_overwritten_by_a_forward_pass"),
+    ),
+    (
+        "a load or a backup",
+        "one the other way of the same slots",
+        "half of the one, half of the other",
+        (
+            *("load_of_what_is_being_backed_up", "load_over_what_is_being_backed_up"),
+            *("backup_of_what_is_being_loaded", "backup_over_what_is_being_loaded"),
+        ),
+    ),
+    (
+        "the next owner of slots",
+        "the acknowledgement of whatever reads them",
+        "its bytes are taken for the prefix",
+        ("device_slots_freed_under_a_backup", "host_slots_freed_under_a_load"),
+    ),
+    (
+        "a backup of a window",
+        "nobody, but says when its slots are looked up: when it is queued, or when it runs",
+        "25889, 27294: rows that have moved, or padding",
+        ("windows_as_they_were_queued", "windows_as_they_run"),
+    ),
+    (
+        f"load number {SETS + 1}",
+        "the acknowledgement of the first one",
+        "its readers wait for events of another load",
+        ("no_more_loads_than_sets_of_events",),
+    ),
+]
+
+rows, failed, orders = [], 0, 5
+for *texts, names in RULES:
+    checks = [getattr(ordering, f"check_{name}") for name in names]
+    wrong = sum(verdicts(Controller, check, "swa-mamba", orders).total() for check in checks)
+    failed += wrong
+    cells = [wrap(text, 38) for text in texts]
+    cells.append([f"{orders * len(checks) - wrong} of {orders * len(checks)}"])
+    rows += [list(line) for line in zip_longest(*cells, fillvalue="")]
+book.table(["who", "waits for", "otherwise", "held in"], rows)
+
+# %% [markdown]
+# ## When a prefix is written
+#
+# A tree of prefixes decides *what* is backed up and when. `write_through` backs up whatever is inserted, `write_through_selective` what is met again, `write_back` what is evicted from the device. The same steps under each policy, on a toy of the V4 stack; a cell says how many tokens of the prefix the host has, and how many can be used.
+
+# %%
+def after(cache):
+    """Tokens that are on the host, tokens that can be used."""
+    cache.controller.start_writing()
+    cache.check(wait=True)
+    kv = cache.controller.host.pools["kv"]
+    return f"{kv.size - kv.available_size()}, {cache.match(TOKENS).length}"
+
+
+TOKENS, rows = list(range(16)), []
+for policy in POLICIES:
+    with build_stack(STACKS["v4"](4), device_pages=9, host_ratio=2) as toy:
+        cache = PrefixCache(Controller(toy), policy, windows={"swa": 4})
+        row = [policy]
+        for _ in ("inserted", "met again"):
+            slots = {"kv": toy.device_slots["kv"].alloc(16), "swa": toy.device_slots["swa"].alloc(4)}
+            for name, left in cache.insert(TOKENS, slots).items():  # what the tree has already
+                toy.device_slots[name].free(left)
+            row.append(after(cache))
+        cache.evict("kv", 16)
+        row.append(after(cache))
+        match = cache.match(TOKENS)
+        there = cache.load_back(match) and cache.controller.start_loading() is not None
+        cache.check(wait=True)
+        row.append(f"{cache.match(TOKENS).on_device} on the device" if there else "nothing to load")
+        rows.append(row)
+book.table(["policy", "inserted", "met again", "evicted", "loaded back"], rows)
+policies = {row[0]: row[1:] for row in rows}
+
+# %% [markdown]
+# Whatever the policy, a node that is split while it is written is acknowledged in its parts, and a prefix that is loaded keeps its slots until nobody uses it: `refimpl/radix.py`.
+#
+# ## What was shown
+#
+# These lines fail if the claims of this article do not hold.
+
+# %%
+assert all(0 <= left < most for left, most in unused.values()), "only what is no whole page is left of a budget"
+assert built == sizing.pages_for_shares({"kv": 10, "swa": 1}, page_bytes(models[FLASH]), 64 << 20)
+assert arrived == 0, "what was submitted has not run"
+assert backed_up.error is loaded.error is None
+assert not any(absent for waits in WAITS[:2] for _, _, absent in steps[waits]), "who waits reads what was loaded"
+assert any(absent for _, _, absent in steps["nothing"]), "who does not wait reads something else"
+assert steps["layers"][0][0] < whole / 43 < whole == steps["everything"][0][0]
+assert of_layer[2] > 3 * of_layer[3] > 3 * of_layer[0]
+assert 0.45 < won[RATIOS.index(1.0)] < 0.5
+assert max(won) == won[RATIOS.index(1.0)]
+assert set(copies["Controller"].values()) == {"what was loaded"}
+assert set(copies["WaitsForTheFirstLayerOfAState"].values()) == {"what was loaded", "what lay there before"}
+assert all((count == 0) == (make == "Controller") for (make, _), count in caught.items())
+assert failed == 0
+assert policies == {
+    "write_through": ["16, 16", "16, 16", "16, 16", "16 on the device"],
+    "write_through_selective": ["0, 16", "16, 16", "16, 16", "16 on the device"],
+    "write_back": ["0, 16", "0, 16", "16, 16", "16 on the device"],
+}
+print("all claims hold")
+
+# %% [markdown]
+# ## Where to go next
+#
+# - [02_transfers](02_transfers.ipynb): what a pool of a stack moves, and in which runs.
+# - [07_fast_paths](07_fast_paths.ipynb): how a GPU moves it, and how fast.
+# - `refimpl/controller.py`: the order. `verify/conformance/`: the checks, for a controller of your own, and more faults.
+# - `refimpl/hooks.py`: every step that can be held, delayed or made to fail.

@@ -1,0 +1,163 @@
+"""Operations of a controller, the batches in which they are submitted, and their acknowledgements, as data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import torch
+
+from refimpl.pool_group import PoolTransfer
+from refimpl.receipt import Receipt
+from refimpl.runtime import Event
+from refimpl.transfer import Transfer
+from refimpl.windows import Window, require_rows
+
+Touched = dict[tuple[str, str], set[int] | None]  # pages by side and pool; None: only the device knows which
+
+
+@dataclass(eq=False)
+class Operation:
+    """What one call of `write` or `load` asked for; its lists are copies, so the caller may drop or change his.
+
+    tag       comes back in the acknowledgement
+    taken     slots that were allocated for it, by side and pool: they are freed if it fails
+    number    of operations in the order in which they were queued
+    touched   pages that it reads or writes
+    """
+
+    tag: Hashable
+    direction: str
+    transfers: tuple[PoolTransfer, ...]
+    taken: list[tuple[str, str, torch.Tensor]]
+    number: int
+    touched: Touched = field(default_factory=dict)
+
+    @cached_property
+    def written(self) -> Touched:
+        """Of those, the pages that it writes."""
+        to = "host" if self.direction == "backup" else "device"
+        return {place: pages for place, pages in self.touched.items() if place[0] == to}
+
+    def host_indices(self, name: str) -> torch.Tensor | None:
+        return self.transfer(name).host_indices
+
+    def device_indices(self, name: str) -> torch.Tensor | Window | None:
+        return self.transfer(name).device_indices
+
+    def transfer(self, name: str) -> PoolTransfer:
+        """What one pool moves. `KeyError` for a pool that has no part in it."""
+        for t in self.transfers:
+            if t.name == name:
+                return t
+        raise KeyError(
+            f"pool {name!r} has no part in this {self.direction}, which moves {[t.name for t in self.transfers]}"
+        )
+
+
+@dataclass(frozen=True)
+class Ack:
+    """An operation that has ended.
+
+    tokens    index units moved, by pool; `bytes` likewise
+    seconds   of the device, for all operations that were submitted together
+    error     why it failed; its destinations then hold nothing that can be relied on, its sources are untouched
+    receipts  by pool of what was submitted together, one for each run (a load has one a layer): path, descriptors, …
+    """
+
+    tag: Hashable
+    direction: str
+    tokens: dict[str, int]
+    bytes: dict[str, int]
+    seconds: float
+    error: BaseException | None = None
+    receipts: dict[str, list[Receipt]] = field(default_factory=dict)
+
+
+@dataclass(eq=False)
+class Batch:
+    """Operations that are submitted together, one transfer for each pool."""
+
+    direction: str
+    operations: list[Operation]
+    touched: Touched
+    transfers: dict[str, Transfer] = field(default_factory=dict)
+    receipts: dict[str, list[Receipt]] = field(default_factory=dict)
+    verdicts: list[Callable[[], None]] = field(default_factory=list)
+    kept: list[object] = field(default_factory=list)
+    begun: Event | None = None
+    finished: Event | None = None
+    error: BaseException | None = None
+
+    def attempt(self, call: Callable[[], object], even_so: bool = False) -> None:
+        """Once something has failed, what was to follow is left out (but for what is to be done even so)."""
+        if self.error is None or even_so:
+            try:
+                call()
+            except Exception as failure:
+                self.error = self.error or failure
+
+    def names(self) -> list[str]:
+        return list(dict.fromkeys(t.name for operation in self.operations for t in operation.transfers))
+
+    def transfers_of(self, name: str) -> list[PoolTransfer]:
+        return [t for operation in self.operations for t in operation.transfers if t.name == name]
+
+    def conflicts(self, other: Batch) -> bool:
+        """Whether some slot is touched by both."""
+        return overlap(self.touched, other.touched)
+
+
+@dataclass(frozen=True, eq=False)
+class LookedUp:
+    window: Window
+    slots: torch.Tensor
+
+
+def opposite(direction: str) -> str:
+    return "load" if direction == "backup" else "backup"
+
+
+def overlap(mine: Touched, theirs: Touched) -> bool:
+    """Whether some slot may be in both."""
+    for place in mine.keys() & theirs.keys():
+        a, b = mine[place], theirs[place]
+        if a is None or b is None or not a.isdisjoint(b):
+            return True
+    return False
+
+
+def add_pages(touched: Touched, place: tuple[str, str], pages: set[int] | None) -> None:
+    before = touched.setdefault(place, set())
+    if pages is None or before is None:
+        touched[place] = None
+    else:
+        before |= pages
+
+
+def placement(operation: Operation) -> dict[str, list[str | None]]:
+    """Where the lists of each pool lie."""
+    return {
+        t.name: [i.device.type if isinstance(i, torch.Tensor) else None for i in (t.host_indices, t.device_indices)]
+        for t in operation.transfers
+    }
+
+
+def as_it_is_now(indices: torch.Tensor | Window) -> torch.Tensor | Window:
+    if isinstance(indices, torch.Tensor):
+        return indices.clone()
+    if indices.when == "running":
+        return replace(indices, full=indices.full.clone())
+    slots = indices.slots().cpu()
+    require_rows(indices, slots)
+    return slots
+
+
+def joined(lists: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+    present = [indices for indices in lists if indices is not None]
+    return torch.cat([indices.to(torch.int64) for indices in present]) if present else None
+
+
+def count(t: PoolTransfer) -> int:
+    return 0 if t.host_indices is None else t.host_indices.numel()
