@@ -71,6 +71,9 @@ class Auto:
     def stays(self, side: str, indices: torch.Tensor) -> bool:
         return self._backends["kernel"].stays(side, indices) if "kernel" in self._backends else False
 
+    def read(self, indices: torch.Tensor) -> torch.Tensor:
+        return next(iter(self._backends.values())).read(indices)
+
     def place(self, items: Items, direction: str) -> None:
         """Not before it is clear which backend will need what."""
 

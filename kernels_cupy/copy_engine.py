@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from kernels_cupy.jobs import device_addresses, jobs, out_of_reach, registration_of
+from kernels_cupy.lists import read
 from kernels_cupy.runtimes import runtime
 from refimpl.backends.protocol import Setup
 from refimpl.indices import Items
@@ -31,6 +32,9 @@ class CopyEngine:
 
     def stays(self, side: str, indices: torch.Tensor) -> bool:
         return False  # descriptors are made on the host
+
+    def read(self, indices: torch.Tensor) -> torch.Tensor:
+        return read(self._runtime, indices)
 
     def place(self, items: Items, direction: str) -> None:
         """The copy engine needs no lists."""

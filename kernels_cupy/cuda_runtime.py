@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import cache, partial
 from typing import Any
@@ -120,6 +120,9 @@ class CudaRuntime:
     def download(self, stream: Stream, tensor: torch.Tensor) -> torch.Tensor:
         with torch.cuda.stream(stream):
             return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
+
+    def joined(self, lists: Sequence[torch.Tensor]) -> torch.Tensor:
+        return torch.cat([indices.to(torch.int64) for indices in lists])
 
     def holds(self, tensor: torch.Tensor) -> bool:
         return tensor.is_cuda

@@ -56,6 +56,15 @@ def place(runtime: Runtime, stream: Stream, items: Items, sides: tuple[str, ...]
     return placed
 
 
+def read(runtime: Runtime, indices: torch.Tensor) -> torch.Tensor:
+    """A list on the host, as the caller's stream has left it."""
+    if not runtime.holds(indices):
+        return indices
+    told = runtime.download(runtime.current(), indices)
+    runtime.record(runtime.current()).synchronize()
+    return told
+
+
 def _place(runtime: Runtime, items: Items, sides: tuple[str, ...]) -> Placed:
     lists: dict[str, Pages] = {side: getattr(items, side) for side in sides}
     here = {side: pages for side, pages in lists.items() if isinstance(pages, np.ndarray)}

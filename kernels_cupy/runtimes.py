@@ -7,7 +7,8 @@ from functools import cache
 
 import numpy as np
 
-from refimpl.runtime import QueueRuntime, Runtime
+from refimpl.emulated import QueueRuntime
+from refimpl.runtime import Runtime
 
 
 def runtime(platform: str) -> Runtime:

@@ -10,7 +10,7 @@ import torch
 
 from kernels_cupy.jobs import Job, jobs, mapped, needs_table, require_reach, runs_and_bytes, table_of
 from kernels_cupy.launches import Launch, Shape, launches, shape_for
-from kernels_cupy.lists import completion, place
+from kernels_cupy.lists import completion, place, read
 from kernels_cupy.runtimes import runtime
 from refimpl.backends.protocol import Setup
 from refimpl.indices import Items
@@ -35,6 +35,9 @@ class SmCopy:
 
     def stays(self, side: str, indices: torch.Tensor) -> bool:
         return self._runtime.holds(indices)
+
+    def read(self, indices: torch.Tensor) -> torch.Tensor:
+        return read(self._runtime, indices)
 
     def place(self, items: Items, direction: str) -> None:
         place(self._runtime, self._runtime.current(), items, SIDES)

@@ -22,7 +22,7 @@ import torch
 from kernels_cupy.copy_engine import merged, submit
 from kernels_cupy.jobs import End, device_addresses, mapped, out_of_reach, require_reach, runs_and_bytes, table_of
 from kernels_cupy.launches import Launch, launches, shape_for
-from kernels_cupy.lists import Placed, completion, place
+from kernels_cupy.lists import Placed, completion, place, read
 from kernels_cupy.pieces import Piece, parts, pieces
 from kernels_cupy.runtimes import runtime
 from refimpl.backends.protocol import Setup
@@ -72,6 +72,9 @@ class Staged:
 
     def stays(self, side: str, indices: torch.Tensor) -> bool:
         return side == "device" and self._runtime.holds(indices)  # the host's are in descriptors
+
+    def read(self, indices: torch.Tensor) -> torch.Tensor:
+        return read(self._runtime, indices)
 
     def place(self, items: Items, direction: str) -> None:
         self._lists(self._runtime.current(), items, direction)

@@ -23,8 +23,9 @@ from matplotlib.patches import ConnectionPatch, Polygon, Rectangle  # noqa: E402
 
 from refimpl import LAYOUTS, DevicePool, HostPool, PoolSpec, oracle, plan, presets, slots_of, support  # noqa: E402
 from refimpl.device_pool import row_shape  # noqa: E402
+from refimpl.emulated import QueueRuntime  # noqa: E402
 from refimpl.plan import Move, Plan  # noqa: E402
-from refimpl.runtime import Event, QueueRuntime, Stream  # noqa: E402
+from refimpl.runtime import Event, Stream  # noqa: E402
 from refimpl.support import BACKENDS, DIRECTIONS  # noqa: E402
 from verify import fill  # noqa: E402
 

@@ -37,12 +37,9 @@ from refimpl.operations import (
     Operation,
     Touched,
     add_pages,
-    as_it_is_now,
     count,
-    joined,
     opposite,
     overlap,
-    placement,
 )
 from refimpl.pool_group import HostPoolGroup, PoolTransfer
 from refimpl.runtime import Event, Runtime, Stream
@@ -170,7 +167,7 @@ class Controller:
 
         def pinned(indices: torch.Tensor | Window) -> torch.Tensor | Window:
             if id(indices) not in copies:
-                copies[id(indices)] = as_it_is_now(indices)
+                copies[id(indices)] = self._as_it_is_now(indices)
             return copies[id(indices)]
 
         found = []
@@ -179,6 +176,15 @@ class Controller:
             assert not isinstance(host, Window), "windows are of the device"
             found.append(PoolTransfer(t.name, host, None if t.device_indices is None else pinned(t.device_indices)))
         return tuple(found)
+
+    def _as_it_is_now(self, indices: torch.Tensor | Window) -> torch.Tensor | Window:
+        if isinstance(indices, torch.Tensor):
+            return self.runtime.joined([indices]) if self.runtime.holds(indices) else indices.clone()
+        if indices.when == "running":
+            return replace(indices, full=indices.full.clone())
+        slots = indices.slots().cpu()
+        require_rows(indices, slots)
+        return slots
 
     def _check(self, t: PoolTransfer, direction: str) -> None:
         """What a transfer would refuse, now and for this operation alone."""
@@ -192,7 +198,7 @@ class Controller:
             host.num_pages,
             device.num_pages,
             direction,
-            lambda side, indices: indices.is_cuda,
+            lambda side, indices: self.runtime.holds(indices),
         )
 
     def _lock(self, operation: Operation) -> None:
@@ -210,9 +216,11 @@ class Controller:
         lists: dict[Hashable, tuple[HostPool | PageAllocator, torch.Tensor]] = {}  # riders' and owner's are one
         for t in operation.transfers:
             owner, device = self.host.owner(t.name), t.device_indices
-            if t.host_indices is not None and not t.host_indices.is_cuda:
+            if t.host_indices is not None and not self.runtime.holds(t.host_indices):
                 lists["host", owner, id(t.host_indices)] = self.host.pools[owner], t.host_indices
-            if isinstance(device, torch.Tensor) and not device.is_cuda and owner in self.stack.device_slots:
+            if owner not in self.stack.device_slots or not isinstance(device, torch.Tensor):
+                continue
+            if not self.runtime.holds(device):
                 lists["device", owner, id(device)] = self.stack.device_slots[owner], device
         return lists.values()
 
@@ -303,7 +311,14 @@ class Controller:
 
     def _mergeable(self, group: Sequence[Operation], operation: Operation) -> bool:
         conflict = any(overlap(operation.written, other.written) for other in group)
-        return not conflict and all(placement(operation) == placement(other) for other in group[-1:])
+        return not conflict and all(self._places(operation) == self._places(other) for other in group[-1:])
+
+    def _places(self, operation: Operation) -> dict[str, list[bool | None]]:
+        """Whether the lists of each pool lie on the device; None where there is no list yet."""
+        return {
+            t.name: [self.runtime.holds(i) if isinstance(i, torch.Tensor) else None for i in t.lists()]
+            for t in operation.transfers
+        }
 
     def _touched(self, operations: Iterable[Operation]) -> Touched:
         found: Touched = {}
@@ -315,7 +330,7 @@ class Controller:
         owner = self.host.owner(t.name)
         unit = self.host.pools[owner].page_size
         for side, slots in (("host", t.host_indices), ("device", t.device_indices)):
-            if isinstance(slots, Window) or (slots is not None and slots.is_cuda):
+            if isinstance(slots, Window) or (slots is not None and self.runtime.holds(slots)):
                 add_pages(touched, (side, owner), None)
             elif slots is not None:
                 add_pages(touched, (side, owner), set((slots.numpy()[::unit] // unit).tolist()))
@@ -348,10 +363,16 @@ class Controller:
 
     def _prepare(self, batch: Batch, name: str, stream: Stream) -> Transfer:
         parts = batch.transfers_of(name)
-        host = joined([t.host_indices for t in parts])
-        device = joined([self._slots(batch, t.device_indices, stream) for t in parts])
+        host = self._joined([t.host_indices for t in parts])
+        device = self._joined([self._slots(batch, t.device_indices, stream) for t in parts])
         batch.kept += [host, device]
         return self.host.pools[name].prepare(self.stack.device[name], host, device, batch.direction)
+
+    def _joined(self, lists: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+        present = [indices for indices in lists if indices is not None]
+        if any(self.runtime.holds(indices) for indices in present):
+            return self.runtime.joined(present)
+        return torch.cat([indices.to(torch.int64) for indices in present]) if present else None
 
     def _slots(self, batch: Batch, slots: torch.Tensor | Window | None, stream: Stream) -> torch.Tensor | None:
         """Device slots; those of a window are looked up now, once for all pools that share them."""

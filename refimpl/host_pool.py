@@ -205,7 +205,16 @@ class HostPool(HostBuffers):
             if not entries:
                 raise ValueError(f"rows of pool {self.spec.name!r} are not made of entries, only whole pages move")
             unit, host_items, device_items = 1, host_items * entries, device_items * entries
-        items = check_pair(host_indices, device_indices, unit, host_items, device_items, direction, self._mover.stays)
+        items = check_pair(
+            host_indices,
+            device_indices,
+            unit,
+            host_items,
+            device_items,
+            direction,
+            self._mover.stays,
+            self._mover.read,
+        )
         if len(items):
             self._mover.place(items, direction)
         path, owned = self.paths[direction].name, self.spec.owned_layers

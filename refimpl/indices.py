@@ -73,12 +73,14 @@ def check_pair(
     device_pages: int,
     direction: str,
     stays: Callable[[str, torch.Tensor], bool] = lambda side, indices: False,
+    read: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.cpu,
 ) -> Items:
     """Pages named by two index lists. Raises `ValueError` naming the first index that breaks a rule.
 
     The destination's pages must be unique (two writers of one page have no right answer); a source may be read twice.
 
     stays  whether the list of a side ("host", "device") is left where it is, for the device to check
+    read   brings one that is not to the host
     """
     if host_indices is None or device_indices is None:
         if host_indices is not device_indices and len(_present(host_indices, device_indices)):
@@ -95,8 +97,9 @@ def check_pair(
         _require_list(indices, page_size, side)
         if stays(side, indices) and indices.numel():
             return Unchecked(indices.contiguous(), page_size, num_pages, side, unique)
-        syncs += indices.device.type != "cpu"
-        return check(indices, page_size, num_pages, side, unique)
+        told = read(indices)
+        syncs += told is not indices
+        return check(told, page_size, num_pages, side, unique)
 
     writes_host = direction == "backup"
     host = pages_of(host_indices, host_pages, "host", writes_host)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -12,7 +12,7 @@ from refimpl.pool_group import PoolTransfer
 from refimpl.receipt import Receipt
 from refimpl.runtime import Event
 from refimpl.transfer import Transfer
-from refimpl.windows import Window, require_rows
+from refimpl.windows import Window
 
 Touched = dict[tuple[str, str], set[int] | None]  # pages by side and pool; None: only the device knows which
 
@@ -134,29 +134,6 @@ def add_pages(touched: Touched, place: tuple[str, str], pages: set[int] | None) 
         touched[place] = None
     else:
         before |= pages
-
-
-def placement(operation: Operation) -> dict[str, list[str | None]]:
-    """Where the lists of each pool lie."""
-    return {
-        t.name: [i.device.type if isinstance(i, torch.Tensor) else None for i in (t.host_indices, t.device_indices)]
-        for t in operation.transfers
-    }
-
-
-def as_it_is_now(indices: torch.Tensor | Window) -> torch.Tensor | Window:
-    if isinstance(indices, torch.Tensor):
-        return indices.clone()
-    if indices.when == "running":
-        return replace(indices, full=indices.full.clone())
-    slots = indices.slots().cpu()
-    require_rows(indices, slots)
-    return slots
-
-
-def joined(lists: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
-    present = [indices for indices in lists if indices is not None]
-    return torch.cat([indices.to(torch.int64) for indices in present]) if present else None
 
 
 def count(t: PoolTransfer) -> int:

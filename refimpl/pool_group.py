@@ -28,6 +28,9 @@ class PoolTransfer:
     host_indices: torch.Tensor | None = None
     device_indices: torch.Tensor | Window | None = None
 
+    def lists(self) -> tuple[torch.Tensor | None, torch.Tensor | Window | None]:
+        return self.host_indices, self.device_indices
+
 
 class HostPoolGroup:
     """The anchor first, then its side pools. Layout, page size and size of the group are the anchor's.

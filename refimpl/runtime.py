@@ -1,37 +1,27 @@
 """The port to a device: memory, streams, events, copies and kernel launches.
 
-GPU backends are written against `Runtime`. On a GPU it is CUDA (`kernels_cupy.cuda_runtime`); here is one for a CPU, a
-queue that runs what was submitted as late as it can and in any order that streams and events allow. A backend that
-forgets an event, reuses a buffer early or reads its source at submit is found out by it without a GPU.
+GPU backends are written against `Runtime`. On a GPU it is CUDA (`kernels_cupy.cuda_runtime`); for a CPU there is an
+emulated device (`refimpl.emulated`).
 """
 
 from __future__ import annotations
 
-import ctypes
-import itertools
-import random
 import threading
-import time
-import weakref
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 
-from refimpl.hooks import reached
 from refimpl.teardown import call_all
 
 BATCHED = "batch"  # the call that takes many copies
 
-POISON = 0xDB
-ALIGNMENT = 256  # of device memory
 
 Stream = Any  # whatever the runtime says
-Launcher = Callable[[str, int, int, np.ndarray], None]
 
 
 class Event(Protocol):
@@ -105,6 +95,10 @@ class Runtime(Protocol):
         """A copy in host memory, complete in order of a stream."""
         ...
 
+    def joined(self, lists: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Index lists in device memory as one of int64, complete in order of the caller's stream."""
+        ...
+
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor lies in device memory."""
         ...
@@ -162,221 +156,3 @@ class Pending:
         with self._lock:
             work, self._work = self._work, deque[tuple[Event, object]]()
         call_all(event.synchronize for event, _ in work)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# A device made of CPU memory and a queue.
-
-
-@dataclass
-class QueuedEvent:
-    queue: QueueRuntime
-    passed: bool = False
-    at: float = 0.0
-
-    def query(self) -> bool:
-        return self.passed
-
-    def synchronize(self) -> None:
-        self.queue.run_until(self)
-
-
-@dataclass
-class Operation:
-    """Runs when its `after` has passed and it has come to the front of its stream."""
-
-    what: Callable[[], object]
-    after: QueuedEvent | None = None
-
-
-class QueueRuntime:
-    """A device without hardware: everything waits in queues until somebody waits for it.
-
-    launcher  runs a kernel on the CPU: (instance, blocks, threads, arguments)
-    compiler  compiles what the launcher will run
-    seed      of the order in which streams take turns and descriptors of a batch are copied
-    """
-
-    threads = 32
-
-    def __init__(self, launcher: Launcher, compiler: Callable[[], None] = lambda: None, seed: int = 0) -> None:
-        self._launcher, self.compile = launcher, compiler
-        self._random = random.Random(seed)
-        self._streams = itertools.count()
-        self._queues: dict[Hashable, deque[Operation]] = {}
-        self._held: set[int] = set()  # addresses of storages
-        self._lock = threading.RLock()
-        self._here = threading.local()
-
-    def reseed(self, seed: int) -> None:
-        """Another order, or the same one again."""
-        self._random.seed(seed)
-
-    # ---- streams
-
-    def current(self) -> Stream:
-        return getattr(self._here, "stream", "default")
-
-    @contextmanager
-    def on(self, stream: Stream) -> Iterator[None]:
-        before, self._here.stream = self.current(), stream
-        try:
-            yield
-        finally:
-            self._here.stream = before
-
-    def stream(self) -> Stream:
-        return f"private {next(self._streams)}"
-
-    def issue(self, stream: Stream, call: Callable[[], object]) -> None:
-        with self.on(stream):
-            call()
-
-    def gate(self, stream: Stream) -> Callable[[], object]:
-        event = QueuedEvent(self)
-        self.wait(stream, event)
-
-        def open_it() -> None:
-            event.passed = True
-
-        return open_it
-
-    def delay(self, stream: Stream, seconds: float) -> None:
-        self.submit(lambda: time.sleep(seconds), stream)
-
-    def batchable(self, stream: Stream) -> bool:
-        return stream != "default"
-
-    def submit(self, what: Callable[[], object], stream: Stream = None, after: QueuedEvent | None = None) -> None:
-        """Queue anything, as a user's own kernel would be."""
-        with self._lock:
-            self._queues.setdefault(stream or self.current(), deque()).append(Operation(what, after))
-
-    def record(self, stream: Stream, timed: bool = False) -> QueuedEvent:
-        event = QueuedEvent(self)
-
-        def passed() -> None:
-            event.passed, event.at = True, time.perf_counter()
-
-        self.submit(passed, stream)
-        return event
-
-    def seconds(self, begin: Event, end: Event) -> float:
-        assert isinstance(begin, QueuedEvent)
-        assert isinstance(end, QueuedEvent)
-        return end.at - begin.at
-
-    def wait(self, stream: Stream, event: Event) -> None:
-        assert isinstance(event, QueuedEvent)
-        self.submit(lambda: None, stream, event)
-
-    # ---- memory
-
-    def empty(self, nbytes: int) -> torch.Tensor:
-        """Poison, before anything is written and again when nobody refers to it any more.
-
-        As with CUDA's allocators it is free for others in order of the stream it was allocated on, no sooner.
-        """
-        room = np.full(nbytes + ALIGNMENT, POISON, np.uint8)
-        first = -room.ctypes.data % ALIGNMENT
-        memory = room[first : first + nbytes]
-        address, stream = memory.ctypes.data, self.current()
-
-        def freed() -> None:
-            self._held.discard(address)
-            self.submit(lambda: room.fill(POISON), stream)
-
-        self._held.add(address)
-        weakref.finalize(memory, freed).atexit = False  # the storage of every view keeps this array alive
-        return torch.from_numpy(memory)
-
-    def upload(self, array: np.ndarray) -> torch.Tensor:
-        held = array.copy()
-        memory = self.empty(array.nbytes)
-        address = memory.data_ptr()
-        self.submit(lambda: ctypes.memmove(address, held.ctypes.data, held.nbytes))
-        return memory
-
-    def download(self, stream: Stream, tensor: torch.Tensor) -> torch.Tensor:
-        copy = torch.full_like(tensor, POISON)
-        self.submit(lambda: copy.copy_(tensor), stream)
-        return copy
-
-    def holds(self, tensor: torch.Tensor) -> bool:
-        return tensor.untyped_storage().data_ptr() in self._held
-
-    def keep(self, tensor: torch.Tensor) -> None:
-        self.submit(lambda: tensor)
-
-    # ---- work
-
-    def copy(self, stream: Stream, to: np.ndarray, source: np.ndarray, nbytes: np.ndarray, no_batches: str = "") -> str:
-        """One operation for the whole batch, its copies in any order."""
-        reached("copy", self, stream)
-        copies = list(zip(to.tolist(), source.tolist(), nbytes.tolist(), strict=True))
-        self._random.shuffle(copies)
-
-        def run() -> None:
-            for copy in copies:
-                ctypes.memmove(*copy)
-
-        self.submit(run, stream)
-        return f"one by one: {no_batches}" if no_batches else BATCHED
-
-    def launch(self, stream: Stream, kernel: str, blocks: int, arguments: np.ndarray) -> None:
-        reached("relayout", self, stream)
-        self.submit(lambda: self._launcher(kernel, blocks, self.threads, arguments), stream)
-
-    # ---- running
-
-    def run_until(self, event: QueuedEvent) -> None:
-        """Run operations in any legal order, no more than it takes to pass the event.
-
-        Half of the times streams take turns at random, else some always go before others: as far ahead as they may.
-        """
-        with self._lock:
-            take_turns, ranks = self._random.random() < 0.5, dict[Hashable, float]()
-            while not event.passed:
-                ready = self._ready()
-                if not ready:
-                    raise RuntimeError("the device waits for an event that nothing will reach")
-                for stream in ready:
-                    ranks.setdefault(stream, self._random.random())
-                chosen = self._random.choice(ready) if take_turns else max(ready, key=ranks.__getitem__)
-                self._queues[chosen].popleft().what()
-
-    def advance(self, most: int = 1) -> int:
-        """Run so many operations in any legal order, or as many as there are. Returns how many."""
-        with self._lock:
-            for count in range(most):
-                ready = self._ready()
-                if not ready:
-                    return count
-                self._queues[self._random.choice(ready)].popleft().what()
-        return most
-
-    def _ready(self) -> list[Hashable]:
-        """Streams whose next operation may run."""
-        return [s for s, q in self._queues.items() if q and (q[0].after is None or q[0].after.passed)]
-
-    def synchronize(self) -> None:
-        """Run everything, and forget streams that have nothing left to do."""
-        for stream in list(self._queues):
-            self.run_until(self.record(stream))
-        with self._lock:
-            self._queues = {stream: queue for stream, queue in self._queues.items() if queue}
-
-
-class HostQueue(QueueRuntime):
-    """The same for backends of the CPU, which do their work in the call: there it is the calls that are queued."""
-
-    def __init__(self, seed: int = 0) -> None:
-        super().__init__(_no_kernels, seed=seed)
-
-    def issue(self, stream: Stream, call: Callable[[], object]) -> None:
-        reached("copy", self, stream)
-        self.submit(call, stream)
-
-
-def _no_kernels(kernel: str, blocks: int, threads: int, arguments: np.ndarray) -> None:
-    raise RuntimeError(f"a backend of the CPU launched {kernel}")

@@ -41,7 +41,7 @@ PLATFORMS = ("cpu", "cuda", "emulated")
 PROFILES = ("reference", *sglang.ENGINES)
 
 # Backend -> platforms whose memory it can reach. "emulated" is a CUDA device made of CPU memory, a queue and the real
-# kernels compiled for the CPU (`refimpl.runtime`): slow, exact, and late on purpose.
+# kernels compiled for the CPU (`refimpl.emulated`): slow, exact, and late on purpose.
 BACKENDS: dict[str, tuple[str, ...]] = {
     "torch": ("cpu", "cuda"),
     "numba": ("cpu",),

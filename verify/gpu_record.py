@@ -27,11 +27,16 @@ from verify.bench.provenance import ROOT, command_line, provenance
 SCHEMA = ROOT / "data" / "schemas" / "verify.schema.json"
 RECORDS = ROOT / "data" / "results"
 
-# It holds streams and measures how long calls take: beside other processes on the GPU it would measure those.
-ALONE = "verify/test_gpu.py"
+# They hold streams and measure how long calls take: beside other processes on the GPU they would measure those.
+ALONE = ("verify/test_gpu.py", "verify/test_conformance.py", "verify/test_leaks.py")
 
 # Where tests are that need a GPU; other files may need packages that a GPU box does not have.
-FILES = ("verify/test_matrix.py", "verify/test_pinned_gpu.py")
+FILES = (
+    "verify/test_matrix.py",
+    "verify/test_pinned_gpu.py",
+    "verify/test_dispatch.py",
+    "verify/test_stack_machine.py",
+)
 
 # What the cells of the matrix, and the random workloads, are called among the tests.
 CELLS = {
@@ -95,7 +100,7 @@ def record(command: list[str], logs: Sequence[Path], commit: str | None, pytest:
     sanitizers = [sanitized(log) for log in logs]
     began = time.perf_counter()
     parallel = ["-n", "auto", "--maxprocesses", "14", "--dist", "worksteal"] if find_spec("xdist") else []
-    cases = run_tests(*FILES, *parallel, *pytest) + run_tests(ALONE, *pytest)
+    cases = run_tests(*FILES, *parallel, *pytest) + run_tests(*ALONE, *pytest)
     tests = counted(cases)
     return {
         "provenance": source,

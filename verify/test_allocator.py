@@ -225,7 +225,12 @@ def test_locked_slots_are_nobodys_before_the_last_lock_is_gone() -> None:
     assert pool.alloc(4) is None
     pool.unlock(mine)
     assert pool.available_size() == 4, "of page 1 one lock is left"
-    pool.lock(pool.alloc(4))  # type: ignore[arg-type]
+    again = pool.alloc(4)
+    assert again is not None
+    pool.lock(again)
+    pool.unlock(again)
+    assert pool.available_size() == 0, "they are somebody's"
+    pool.lock(again)
     pool.clear()
     assert pool.available_size() == 0
     for wrong in (torch.tensor([2, 3, 2, 3, 2, 3]), torch.tensor([4, 5, 4, 5])):

@@ -26,9 +26,9 @@ from kernels_cupy.pieces import Piece
 from kernels_cupy.runtimes import emulated
 from kernels_cupy.specs import CHECK_INDICES, KERNELS, MAX_STARTS, SIDE, SOURCES, Kernel
 from refimpl import DevicePool, HostPool, oracle, presets, slots_of
+from refimpl.emulated import POISON, QueuedEvent, QueueRuntime
 from refimpl.indices import Items, Unchecked, check, check_pair
 from refimpl.plan import Loop, Registration
-from refimpl.runtime import POISON, QueuedEvent, QueueRuntime
 from verify import fill
 from verify.guarded import GuardedDevice, GuardedMemory
 from verify.test_big_pools import (

@@ -24,7 +24,8 @@ from kernels_cupy.runtimes import emulated
 from refimpl import DevicePool, HostMemory, HostPool, PoolSpec, Receipt, oracle, presets, slots_of
 from refimpl.allocator import Budget
 from refimpl.cudart import Library
-from refimpl.runtime import Completion, QueuedEvent, QueueRuntime
+from refimpl.emulated import QueuedEvent, QueueRuntime
+from refimpl.runtime import Completion
 from verify import fill, reported
 from verify.bench.provenance import ROOT
 

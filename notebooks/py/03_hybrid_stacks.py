@@ -42,7 +42,7 @@ from refimpl import DevicePool, HostPool, PoolTransfer, build_stack, oracle, pre
 from refimpl.controller import Controller, loads_by_layer
 from refimpl.layer_done import SETS
 from refimpl.radix import POLICIES, PrefixCache
-from refimpl.runtime import HostQueue, QueuedEvent
+from refimpl.emulated import HostQueue, QueuedEvent
 from verify.conformance import Rig, faults, ordering
 from verify.toys import STACKS
 

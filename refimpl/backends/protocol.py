@@ -44,6 +44,10 @@ class Backend(Protocol):
         """Whether an index list of a side ("host", "device") is left on the device and checked there."""
         ...
 
+    def read(self, indices: torch.Tensor) -> torch.Tensor:
+        """A list that is not, on the host, as the caller's stream has left it: the host waits for that."""
+        ...
+
     def place(self, items: Items, direction: str) -> None:
         """Bring what a transfer needs of its lists to the device, when it is prepared."""
         ...
@@ -65,6 +69,9 @@ class OnTheHost:
 
     def stays(self, side: str, indices: torch.Tensor) -> bool:
         return False
+
+    def read(self, indices: torch.Tensor) -> torch.Tensor:
+        return indices.cpu()
 
     def place(self, items: Items, direction: str) -> None:
         pass

@@ -9,7 +9,8 @@ from functools import cache
 import torch
 
 from refimpl.backends.protocol import Backend, Setup
-from refimpl.runtime import HostQueue, Runtime
+from refimpl.emulated import HostQueue
+from refimpl.runtime import Runtime
 
 # name -> "module:class"
 MODULES = {

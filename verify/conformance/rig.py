@@ -14,9 +14,10 @@ import torch
 
 from refimpl import PoolSpec, PoolTransfer, build_stack, presets
 from refimpl.backends import registry
+from refimpl.emulated import QueueRuntime
 from refimpl.hooks import Hold, Hooks
 from refimpl.operations import Ack, Operation
-from refimpl.runtime import Event, QueueRuntime, Stream
+from refimpl.runtime import Event, Stream
 from refimpl.support import DIRECTIONS
 from verify import fill
 from verify.toys import STACKS

@@ -148,7 +148,10 @@ def _auto(rows: list[Content]) -> Iterator[Check]:
     ratios = []
     for row in rows:
         cells = measured(row)
-        fastest, auto = max((_sustained(row, cell) for cell in cells), default=None), [c for c in cells if c["mover"] == "auto"]
+        fastest, auto = (
+            max((_sustained(row, cell) for cell in cells), default=None),
+            [c for c in cells if c["mover"] == "auto"],
+        )
         if fastest and auto:
             ratios.append(_sustained(row, auto[0]) / fastest)
             yield Check("auto against the best backend", name(row), ratios[-1], AUTO_LEAST)

@@ -1,0 +1,769 @@
+"""The tree of prefixes: what is found, what is saved when, what comes back, what goes first, and what failures leave.
+
+A prefix is written as a word, a letter for each page of four tokens: "abc" is three pages. B numbers are those of
+`test_reported_faults.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from refimpl.radix import Match, Node, PrefixCache, Ticket
+from verify.serving import SIDES, Serving
+
+pytestmark = pytest.mark.ordering
+
+P = 4
+Make = Callable[..., Serving]
+
+
+def pages(word: str) -> list[int]:
+    """Four tokens a letter. Letters agree in the first two, so prefixes part in the middle of a page."""
+    return [token for letter in word for token in (0, 0, ord(letter), ord(letter))]
+
+
+def word(node: Node) -> str:
+    return "".join(map(chr, node.key[3::P]))
+
+
+def tree(cache: PrefixCache, what: Callable[[Node], Any] = lambda node: None) -> Any:
+    """Nodes as they lie below each other: {"ab": {"c": {}}}; or, for each in order, what is asked of it."""
+
+    def below(node: Node) -> dict[str, Any]:
+        return {word(child): below(child) for child in node.children.values()}
+
+    told = {word(node): what(node) for node in cache.root.subtree() if node.parent}
+    return told if any(value is not None for value in told.values()) else below(cache.root)
+
+
+def sides(cache: PrefixCache, name: str = "kv") -> dict[str, str]:
+    """For each node the sides that hold slots of a pool for it: d, h, dh or nothing."""
+    return {
+        word(node): "".join(side[0] for side in SIDES if name in getattr(node, side))
+        for node in cache.root.subtree()
+        if node.parent
+    }
+
+
+@pytest.fixture
+def make() -> Iterator[Make]:
+    """Servers that are proven right and whole in the end: bytes, slots, and what requests have read."""
+    made: list[Serving] = []
+
+    def make(*arguments: Any, **options: Any) -> Serving:
+        made.append(Serving(*arguments, **options))
+        return made[-1]
+
+    yield make
+    for server in made:
+        server.settle()
+        server.check_bytes()
+        server.check_slots()
+        server.check_readings()
+        assert all(not allocator._locks.any() for allocator in server.allocators.values())
+        server.close()
+
+
+def saved(server: Serving, *words: str) -> None:
+    """Insert prefixes; their backups have arrived."""
+    for each in words:
+        assert server.insert(pages(each))
+    server.controller.start_writing()
+    assert not any(ack.error for ack in server.check(wait=True))
+
+
+def sent_away(server: Serving, *words: str) -> None:
+    """Prefixes that are on the host only."""
+    saved(server, *words)
+    for name in server.owners:
+        server.evict("device", name, 99)
+
+
+def on(server: Serving, side: str, name: str, free: bool = True) -> int:
+    """Pages that are free."""
+    allocator = server.allocators[side, name]
+    return allocator.available_size() // allocator.page_size
+
+
+# ---- inserting and matching
+
+
+@pytest.mark.parametrize(
+    ("inserted", "found", "length", "after"),
+    [
+        ([], "a", 0, {}),
+        (["abc"], "abc", 12, {"abc": {}}),
+        (["abc"], "ab", 8, {"ab": {"c": {}}}),
+        (["abc"], "abx", 8, {"ab": {"c": {}}}),
+        (["abc"], "x", 0, {"abc": {}}),
+        (["abc"], "abcd", 12, {"abc": {}}),
+        (["abc", "abd"], "abd", 12, {"ab": {"c": {}, "d": {}}}),
+        (["ab", "abc", "abcd"], "abcd", 16, {"ab": {"c": {"d": {}}}}),
+        (["abcd", "a", "abx"], "abcd", 16, {"a": {"b": {"cd": {}, "x": {}}}}),
+        (["abc", ""], "", 0, {"abc": {}}),
+    ],
+)
+def test_the_longest_prefix_is_found_and_nodes_are_cut_at_pages(
+    inserted: list[str], found: str, length: int, after: dict[str, Any], make: Make
+) -> None:
+    server = make()
+    for each in inserted:
+        assert server.insert(pages(each))
+    match = server.cache.match(pages(found))
+    assert (match.length, match.on_device) == (length, length)
+    assert tree(server.cache) == after
+
+
+@pytest.mark.parametrize(("tokens", "length"), [(0, 0), (3, 0), (4, 4), (5, 4), (7, 4), (8, 8)])
+def test_only_whole_pages_are_taken_and_found(tokens: int, length: int, make: Make) -> None:
+    server = make()
+    slots = server.stack.device_slots["kv"].alloc(8)
+    assert slots is not None
+    left = server.cache.insert(range(tokens), {"kv": slots[:tokens]})
+    assert left.get("kv", slots[:0]).tolist() == slots[length:tokens].tolist()
+    assert server.cache.match(range(tokens)).length == length
+    server.stack.device_slots["kv"].free(slots[length:])
+    server.cache.clear()
+
+
+def test_slots_that_are_not_taken_come_back_in_order(make: Make) -> None:
+    """Of what is there already, and of what is behind the last whole page."""
+    server = make()
+    assert server.insert(pages("ab"))
+    slots = server.stack.device_slots["kv"].alloc(16)
+    assert slots is not None
+    left = server.cache.insert([*pages("axb"), 7], {"kv": slots[:13]})
+    assert left["kv"].tolist() == [*slots[:4].tolist(), *slots[12:13].tolist()]
+    assert server.cache.match(pages("axb")).slots("kv")[P:].tolist() == slots[4:12].tolist()
+    server.cache.clear()
+    server.stack.device_slots["kv"].free(torch.cat([slots[:4], slots[12:]]))
+
+
+@pytest.mark.parametrize(
+    ("slots", "told"),
+    [
+        ({"swa": 8}, "slots of 'kv', the anchor, are missing"),
+        ({"kv": 7}, "'kv': 7 slots for 8 tokens"),
+        ({"kv": 9}, "'kv': 9 slots for 8 tokens"),
+        ({"kv": 8, "swa": 12}, "'swa': 12 slots for 8 tokens"),
+        ({"kv": 8, "swa": 6}, "the last 6 of 8 tokens do not begin with a page"),
+        ({"kv": 8, "mamba": 2}, "'mamba': 2 slots for 8 tokens"),
+        ({"kv": 8, "draft": 8}, "'draft' owns no slots"),
+    ],
+)
+def test_slots_that_cannot_be_of_a_prefix_are_refused(slots: dict[str, int], told: str, make: Make) -> None:
+    server = make("swa-mamba")
+    with pytest.raises(ValueError, match=told):
+        server.cache.insert(range(8), {name: torch.arange(count) for name, count in slots.items()})
+    assert tree(server.cache) == {}
+
+
+def test_a_prefix_comes_back_to_the_device_when_it_is_computed_again(make: Make) -> None:
+    server = make()
+    sent_away(server, "ab")
+    assert sides(server.cache) == {"ab": "h"}
+    saved(server, "abc")
+    assert sides(server.cache) == {"ab": "dh", "c": "dh"}
+
+
+def test_a_policy_that_there_is_not_is_refused(make: Make) -> None:
+    with pytest.raises(ValueError, match=r"policy must be one of .*'write_back'.*, got 'write_soon'"):
+        make(policy="write_soon")
+
+
+# ---- write policies
+
+
+@pytest.mark.parametrize(
+    ("policy", "queued"),
+    [("write_through", [1, 1, 1]), ("write_through_selective", [0, 1, 1]), ("write_back", [0, 0, 0])],
+)
+def test_when_a_prefix_is_saved(policy: str, queued: list[int], make: Make) -> None:
+    """Backups that were queued after it was inserted once, twice, three times."""
+    server, seen = make(policy=policy), []
+    for _ in range(3):
+        assert server.insert(pages("ab"))
+        seen.append(len(server.controller._queued["backup"]))
+    assert seen == queued
+
+
+def test_what_is_in_front_of_a_prefix_is_met_with_it(make: Make) -> None:
+    """Selective: "a" was met by "ab" too, "b" was not met again."""
+    server = make(policy="write_through_selective")
+    saved(server, "a", "ab")
+    assert sides(server.cache) == {"a": "dh", "b": "d"}
+    saved(server, "ab")
+    assert sides(server.cache) == {"a": "dh", "b": "dh"}
+
+
+def test_both_parts_of_a_node_were_met_as_often_as_the_whole(make: Make) -> None:
+    server = make(policy="write_through_selective")
+    assert server.insert(pages("ab"))
+    server.cache.match(pages("a"))
+    saved(server, "ab")
+    assert sides(server.cache) == {"a": "dh", "b": "dh"}
+
+
+def test_write_back_saves_what_is_evicted_and_waits_for_it(make: Make) -> None:
+    server = make(policy="write_back")
+    assert server.insert(pages("ab"))
+    assert server.insert(pages("ac"))
+    assert server.cache.evict("kv", P) == P
+    assert sides(server.cache) == {"a": "d", "b": "h", "c": "d"}
+    assert server.cache.evict("kv", 99 * P) == 2 * P
+    assert sides(server.cache) == {"a": "h", "b": "h", "c": "h"}
+    match = server.read(pages("ac"))
+    assert match is not None
+    assert match.length == 2 * P
+
+
+def test_write_back_evicts_nothing_whose_backup_is_held(make: Make) -> None:
+    server = make(policy="write_back")
+    assert server.insert(pages("ab"))
+    hold = server.hooks.hold("backup acknowledge")
+    assert server.cache.evict("kv", P) == 0
+    assert sides(server.cache) == {"ab": "d"}
+    hold.release()
+    server.check(wait=True)
+    assert server.cache.evict("kv", P) == 2 * P
+    assert sides(server.cache) == {"ab": "h"}
+
+
+def test_nothing_is_saved_twice(make: Make) -> None:
+    server = make()
+    saved(server, "ab", "ab", "abc", "a")
+    assert server.counts["backups that arrived"] == 2, "one of ab, one of c"
+    assert on(server, "host", "kv") == 9 - 3
+
+
+def test_what_comes_behind_an_unsaved_prefix_is_not_saved(make: Make) -> None:
+    """Its copy could never be used."""
+    server = make(host_ratio=0.25)
+    assert on(server, "host", "kv") == 2
+    saved(server, "abc", "abcd")
+    assert sides(server.cache) == {"abc": "d", "d": "d"}
+    assert on(server, "host", "kv") == 2
+
+
+def test_a_full_host_gives_up_what_was_not_used_for_longest(make: Make) -> None:
+    server = make(host_ratio=0.5)
+    assert on(server, "host", "kv") == 4
+    for each in ("ab", "c", "d", "abe"):
+        saved(server, each)
+    assert sides(server.cache) == {"ab": "dh", "e": "dh", "c": "d", "d": "dh"}
+
+
+def test_a_full_host_does_not_give_up_what_leads_to_the_new(make: Make) -> None:
+    server = make(host_ratio=0.25)
+    for each in ("ab", "abe"):
+        saved(server, each)
+    assert sides(server.cache) == {"ab": "dh", "e": "d"}
+
+
+# ---- windows and states
+
+
+@pytest.mark.parametrize(
+    ("window", "kept", "usable"),
+    [
+        (8, 8, "abcd"),
+        (8, 12, "abcd"),
+        (8, 4, ""),
+        (5, 8, "abcd"),
+        (5, 4, ""),
+        (4, 4, "abcd"),
+        (1, 4, "abcd"),
+        (1, 0, ""),
+    ],
+)
+def test_a_prefix_is_usable_with_its_window(window: int, kept: int, usable: str, make: Make) -> None:
+    """Tokens at the end for which the window's pool was given slots, of 16."""
+    server = make("swa", windows={"swa": window})
+    assert server.insert(pages("abcd"), {"swa": kept})
+    assert server.cache.match(pages("abcd")).length == len(pages(usable))
+
+
+def test_a_prefix_whose_window_is_gone_ends_where_one_is_left(make: Make) -> None:
+    server = make("swa", windows={"swa": 4})
+    saved(server, "ab", "abcd")
+    server.evict("host", "swa", 99)
+    server.cache.match(pages("ab"))  # used later than what is behind it
+    assert server.cache.evict("swa", P) == 2 * P
+    assert sides(server.cache, "swa") == {"ab": "d", "cd": ""}
+    assert server.cache.match(pages("abcd")).length == len(pages("ab"))
+    assert server.cache.evict("swa", P) == 2 * P
+    assert server.cache.match(pages("abcd")).length == 0
+
+
+def test_a_window_with_a_gap_is_none(make: Make) -> None:
+    """Nodes a, b and c; of the window's pool b has nothing."""
+    server = make("swa", windows={"swa": 8})
+    assert server.insert(pages("ab"), {"swa": 0})
+    saved(server, "a")
+    assert server.insert(pages("abc"), {"swa": 4})
+    assert sides(server.cache, "swa") == {"a": "d", "b": "", "c": "d"}
+    assert server.cache.match(pages("abc")).length == len(pages("a"))
+
+
+def test_without_a_window_all_of_a_prefix_must_be_there(make: Make) -> None:
+    server = make("swa", windows={})
+    assert server.insert(pages("abcd"), {"swa": 12})
+    assert server.cache.match(pages("abcd")).length == 0
+
+
+def test_a_window_that_is_cut_stays_at_the_end(make: Make) -> None:
+    server = make("swa", windows={"swa": 4})
+    assert server.insert(pages("abcd"), {"swa": 8})
+    (node,) = [n for n in server.cache.root.subtree() if n.parent]
+    before = node.device["swa"].tolist()
+    assert server.cache.match(pages("abc")).slots("swa").tolist() == before[:4]
+    assert server.cache.match(pages("abcd")).slots("swa").tolist() == before
+    assert server.cache.match(pages("ab")).length == 0
+
+
+def test_a_shorter_window_on_the_device_does_not_hide_a_longer_one_on_the_host(make: Make) -> None:
+    server = make("swa", windows={"swa": 8})
+    sent_away(server, "abcd")
+    assert server.insert(pages("abcd"), {"swa": 4})
+    match = server.read(pages("abcd"))
+    assert match is not None
+    assert len(match.slots("swa")) >= 8
+
+
+def test_a_prefix_ends_at_a_state(make: Make) -> None:
+    """One is kept of the end of each insertion, if that is the end of a page."""
+    server = make("mamba")
+    assert server.insert(pages("abcd"))
+    assert server.insert(pages("ab"))
+    assert server.insert([*pages("abx"), 7])
+    lengths = {each: server.cache.match(pages(each)).length // P for each in ("a", "ab", "abc", "abcd", "abx")}
+    assert lengths == {"a": 0, "ab": 2, "abc": 2, "abcd": 4, "abx": 2}
+    assert on(server, "device", "mamba") == 8 - 2
+
+
+def test_a_second_state_of_the_same_prefix_comes_back(make: Make) -> None:
+    server = make("mamba")
+    assert server.insert(pages("ab"))
+    assert server.insert(pages("ab"))
+    assert on(server, "device", "mamba") == 8 - 1
+
+
+def test_no_state_is_none(make: Make) -> None:
+    server = make("mamba")
+    slots = server.stack.device_slots["kv"].alloc(8)
+    assert slots is not None
+    server.cache.insert(pages("ab"), {"kv": slots, "mamba": torch.empty(0, dtype=torch.int64)})
+    assert server.cache.match(pages("ab")).length == 0
+    server.cache.clear()
+
+
+def test_a_state_without_its_prefix_goes_with_it(make: Make) -> None:
+    server = make("mamba", policy="write_back", host_ratio=0.25)
+    assert server.insert(pages("abc"))
+    assert server.cache.evict("kv", P) == 3 * P, "two pages of the host cannot take three"
+    assert tree(server.cache) == {}
+    assert on(server, "device", "mamba") == 8
+
+
+# ---- loading back
+
+
+def test_only_what_is_missing_is_loaded(make: Make) -> None:
+    server = make("swa", windows={"swa": 4})
+    saved(server, "ab", "abcd")
+    server.cache.match(pages("ab"))
+    server.evict("device", "kv", 1)
+    server.evict("device", "swa", 9)
+    assert sides(server.cache) == {"ab": "dh", "cd": "h"}
+    match = server.cache.match(pages("abcd"))
+    assert (match.length, match.on_device, match.arriving) == (16, 8, False)
+    assert server.load_back(match)
+    assert (server.cache.match(pages("abcd")).on_device, match.arriving) == (16, True)
+    server.start_loading()
+    (ack,) = server.check(wait=True)
+    assert ack.tokens == {"kv": 8, "swa": 8}, "of swa only the node with the window"
+    assert not match.arriving
+    assert server.load_back(match)
+    assert not server.controller._queued["load"], "there was nothing left to load"
+
+
+@pytest.mark.parametrize("kind", ["dsa", "mha-draft", "v4", "sparse"])
+def test_riders_come_along(kind: str, make: Make) -> None:
+    server = make(kind)
+    sent_away(server, "abc")
+    match = server.read(pages("abcx"))
+    assert match is not None
+    acks = server.check(wait=True)
+    assert [set(ack.tokens) for ack in acks] == [set(server.stack.specs)]
+
+
+def test_a_state_is_loaded_of_the_end_only(make: Make) -> None:
+    server = make("mamba")
+    sent_away(server, "ab", "abcd")
+    assert server.read(pages("abcd")) is not None
+    (ack,) = server.check(wait=True)
+    assert ack.tokens == {"kv": 16, "mamba": 1}
+
+
+def test_without_room_nothing_is_loaded(make: Make) -> None:
+    server = make(device_pages=5)
+    sent_away(server, "ab")
+    saved(server, "cde")
+    match = server.cache.match(pages("cde"))
+    server.cache.use(match)
+    assert not server.load_back(server.cache.match(pages("ab")))
+    assert not server.controller._queued["load"]
+    assert on(server, "device", "kv") == 1
+    server.cache.release(match)
+    assert server.load_back(server.cache.match(pages("ab")))
+
+
+def test_one_pool_without_room_gives_back_what_the_others_had(make: Make) -> None:
+    server = make("swa", windows={"swa": 99})
+    sent_away(server, "ab")
+    held = server.stack.device_slots["swa"].alloc(7 * P)
+    assert held is not None
+    assert not server.load_back(server.cache.match(pages("ab")))
+    assert on(server, "device", "kv") == 8
+    server.stack.device_slots["swa"].free(held)
+
+
+def test_what_is_on_its_way_to_the_host_is_not_loaded_yet(make: Make) -> None:
+    """A window that was added later is being saved; the rows are on the host."""
+    server = make("mamba")
+    sent_away(server, "ab")
+    assert server.insert(pages("ab"))
+    server.evict("device", "mamba", 9)
+    match = server.cache.match(pages("ab"))
+    match.nodes[0].ticket = ticket = _Held()  # type: ignore[assignment]
+    assert not server.load_back(match)
+    match.nodes[0].ticket = None
+    assert ticket.direction == "backup"
+    assert server.load_back(match)
+
+
+class _Held:
+    direction = "backup"
+
+
+def test_two_requests_share_a_load(make: Make) -> None:
+    server = make()
+    sent_away(server, "abc")
+    for each in ("abc", "abx", "abc"):
+        assert server.read(pages(each)) is not None
+    assert [ack.tokens for ack in server.check(wait=True)] == [{"kv": 12}]
+    server.settle()
+    server.check_readings()
+    assert server.counts["prefixes read while they arrived"] == 3
+
+
+def test_a_prefix_that_was_evicted_since_is_not_loaded(make: Make) -> None:
+    server = make()
+    sent_away(server, "ab")
+    match = server.cache.match(pages("ab"))
+    server.evict("host", "kv", 9)
+    assert not server.load_back(match)
+    assert tree(server.cache) == {}
+
+
+def test_a_prefix_that_was_cut_since_is_loaded_whole(make: Make) -> None:
+    server = make()
+    sent_away(server, "abcd")
+    match = server.cache.match(pages("abcd"))
+    server.cache.match(pages("ab"))
+    assert server.load_back(match)
+    assert match.slots("kv").numel() == 16
+    assert [word(node) for node in match.nodes] == ["ab", "cd"]
+
+
+def test_nothing_is_loaded_of_nothing(make: Make) -> None:
+    server = make()
+    assert server.load_back(server.cache.match(pages("ab")))
+    server.cache.use(Match(None, 0, 0))
+    assert not server.controller._queued["load"]
+
+
+# ---- what stays, and what goes first
+
+
+def test_the_least_recently_used_goes_first_leaf_by_leaf(make: Make) -> None:
+    server = make()
+    saved(server, "ab", "abc", "abd", "e")
+    for each in ("abd", "e", "abc"):
+        server.cache.match(pages(each))
+    order = []
+    while server.cache.evict("kv", P):
+        order.append([name for name, where in sides(server.cache).items() if where == "h"])
+    assert order == [["d"], ["d", "e"], ["c", "d", "e"], ["ab", "c", "d", "e"]]
+    while server.cache.evict_host("kv", P):
+        order.append(list(sides(server.cache)))
+    assert order[4:] == [["ab", "c", "e"], ["ab", "c"], ["ab"], []]
+
+
+def test_no_more_is_evicted_than_is_needed(make: Make) -> None:
+    server = make()
+    saved(server, "a", "b", "c")
+    assert server.cache.evict("kv", P + 1) == 2 * P
+    assert sides(server.cache) == {"a": "h", "b": "h", "c": "dh"}
+
+
+def test_a_prefix_in_use_stays_on_both_sides(make: Make) -> None:
+    server = make()
+    saved(server, "ab", "abc", "d")
+    match = server.cache.match(pages("ab"))
+    server.cache.use(match)
+    for side in SIDES:
+        server.evict(side, "kv", 99)
+    assert sides(server.cache) == {"ab": "dh"}
+    server.cache.release(match)
+    for side in SIDES:
+        server.evict(side, "kv", 99)
+    assert tree(server.cache) == {}
+
+
+@pytest.mark.parametrize("cut", ["a", "ab", "abc"])
+def test_use_and_release_follow_nodes_that_are_cut_meanwhile(cut: str, make: Make) -> None:
+    server = make()
+    saved(server, "abcd")
+    first = server.cache.match(pages("abcd"))
+    server.cache.use(first)
+    second = server.cache.match(pages(cut))
+    server.cache.use(second)
+    assert tree(server.cache, lambda node: node.users) == {cut: 2, "abcd"[len(cut) :]: 1}
+    server.cache.release(first)
+    server.evict("device", "kv", 99)
+    assert sides(server.cache) == {cut: "dh", "abcd"[len(cut) :]: "h"}
+    server.cache.release(second)
+    assert tree(server.cache, lambda node: node.users) == {cut: 0, "abcd"[len(cut) :]: 0}
+
+
+@pytest.mark.parametrize("side", SIDES)
+def test_what_is_being_saved_stays_with_all_that_leads_to_it(side: str, make: Make) -> None:
+    server = make()
+    saved(server, "ab")
+    assert server.insert(pages("abc"))
+    hold = server.hooks.hold("backup copy")
+    server.controller.start_writing()
+    server.evict(side, "kv", 99)
+    assert sides(server.cache) == {"ab": "dh", "c": "d"}
+    hold.release()
+    server.check(wait=True)
+    assert sides(server.cache) == {"ab": "dh", "c": "dh"}
+
+
+@pytest.mark.parametrize("side", SIDES)
+def test_what_is_being_loaded_stays(side: str, make: Make) -> None:
+    server = make()
+    sent_away(server, "ab", "abc")
+    hold = server.hooks.hold("load copy")
+    assert server.read(pages("abc")) is not None
+    server.evict(side, "kv", 99)
+    assert sides(server.cache) == {"ab": "dh", "c": "dh"}
+    hold.release()
+
+
+# ---- failures
+
+
+@pytest.mark.parametrize("step", ["submit", "copy", "acknowledge"])
+def test_a_backup_that_fails_is_tried_again_when_the_prefix_is_met_again(step: str, make: Make) -> None:
+    server = make("swa-mamba", windows={"swa": 4})
+    server.hooks.fail(f"backup {step}", RuntimeError("the bus is down"))
+    assert server.insert(pages("ab"))
+    server.controller.start_writing()
+    (ack,) = server.check(wait=True)
+    assert "the bus is down" in str(ack.error)
+    assert sides(server.cache) == {"ab": "d"}
+    server.check_slots()
+    assert on(server, "host", "kv") == 9
+    saved(server, "ab")
+    assert [sides(server.cache, name) for name in ("kv", "swa", "mamba")] == [{"ab": "dh"}] * 3
+
+
+@pytest.mark.parametrize("step", ["load submit", "load copy", "load layer 0", "load layer 1", "load acknowledge"])
+def test_a_load_that_fails_can_be_tried_again(step: str, make: Make) -> None:
+    server = make()
+    sent_away(server, "ab", "abc")
+    server.hooks.fail(step, RuntimeError("the bus is down"))
+    assert server.load_back(server.cache.match(pages("abc")))
+    server.start_loading()
+    (ack,) = server.check(wait=True)
+    assert "the bus is down" in str(ack.error)
+    assert sides(server.cache) == {"ab": "h", "c": "h"}
+    server.check_slots()
+    assert on(server, "device", "kv") == 8
+    match = server.read(pages("abc"))
+    assert match is not None
+    assert match.length == 12
+
+
+def test_what_was_computed_behind_a_load_that_fails_is_not_lost(make: Make) -> None:
+    server = make()
+    sent_away(server, "ab")
+    hold = server.hooks.hold("load submit")
+    assert server.load_back(server.cache.match(pages("ab")))
+    assert server.insert(pages("abc"))
+    server.hooks.fail("load copy", RuntimeError("the bus is down"))
+    hold.release()
+    server.start_loading()
+    server.check(wait=True)
+    assert sides(server.cache) == {"ab": "h", "c": "d"}
+    match = server.read(pages("abc"))
+    assert match is not None
+    assert match.length == 12
+
+
+def test_a_prefix_whose_backup_failed_is_lost_when_room_is_needed(make: Make) -> None:
+    server = make(policy="write_back")
+    assert server.insert(pages("ab"))
+    server.hooks.fail("backup copy", RuntimeError("the bus is down"))
+    assert server.cache.evict("kv", P) == 2 * P
+    assert tree(server.cache) == {}
+
+
+def test_a_backup_that_cannot_even_be_queued_leaves_nothing_behind(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = make()
+
+    def refuse(*arguments: object) -> None:
+        raise RuntimeError("no memory left")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(server.controller, "write", refuse)
+        with pytest.raises(RuntimeError, match="no memory left"):
+            server.insert(pages("ab"))
+    assert [node.ticket for node in server.cache.root.subtree()] == [None, None]
+    server.check_slots()
+    saved(server, "ab")
+
+
+# ---- nodes that are cut while something is under way for them
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("kind", ["mha", "swa-mamba", "v4"])
+def test_a_node_is_cut_while_it_is_saved(kind: str, fails: bool, make: Make) -> None:
+    server = make(kind, windows={"swa": 4})
+    if fails:
+        server.hooks.fail("backup acknowledge", RuntimeError("the bus is down"))
+    hold = server.hooks.hold("backup copy")
+    assert server.insert(pages("abcd"))
+    server.controller.start_writing()
+    server.cache.match(pages("ab"))
+    server.cache.match(pages("abc"))
+    server.check_slots()
+    server.evict("device", "kv", 99)
+    assert sides(server.cache) == dict.fromkeys(("ab", "c", "d"), "d"), "all of it is being saved"
+    hold.release()
+    assert len(server.check(wait=True)) == 1
+    assert sides(server.cache) == dict.fromkeys(("ab", "c", "d"), "d" if fails else "dh")
+    assert tree(server.cache, lambda node: node.ticket is None) == dict.fromkeys(("ab", "c", "d"), True)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("kind", ["mha", "swa-mamba", "v4"])
+def test_a_node_is_cut_while_it_is_loaded(kind: str, fails: bool, make: Make) -> None:
+    server = make(kind, windows={"swa": 8})
+    sent_away(server, "abcd")
+    if fails:
+        server.hooks.fail("load acknowledge", RuntimeError("the bus is down"))
+    hold = server.hooks.hold("load copy")
+    assert server.read(pages("abcd")) is not None
+    server.cache.match(pages("a"))
+    server.cache.match(pages("abc"))
+    server.check_slots()
+    for side in SIDES:
+        server.evict(side, "kv", 99)
+    assert sides(server.cache) == dict.fromkeys(("a", "bc", "d"), "dh"), "all of it is being loaded"
+    hold.release()
+    assert len(server.check(wait=True)) == 1
+    assert sides(server.cache) == dict.fromkeys(("a", "bc", "d"), "h" if fails else "dh")
+    assert tree(server.cache, lambda node: node.ticket is None) == dict.fromkeys(("a", "bc", "d"), True)
+
+
+def test_375_tokens_are_cut_at_374_while_they_are_saved(make: Make) -> None:
+    """B23: both parts reach the host, in the order in which they were; locks are released once."""
+    server, tokens = make(page_size=1, device_pages=400), np.arange(375) + 7
+    hold = server.hooks.hold("backup copy")
+    assert server.insert(tokens.tolist())
+    (operation,) = server.controller._queued["backup"]
+    (slots,) = (t.host_indices for t in operation.transfers)
+    assert slots is not None
+    server.controller.start_writing()
+    assert server.check() == []
+    assert server.cache.match(tokens[:374]).length == 374
+    upper, lower = [node for node in server.cache.root.subtree() if node.parent]
+    assert (len(upper.key), len(lower.key)) == (374, 1)
+    assert not upper.host
+    assert not lower.host
+    hold.release()
+    (ack,) = server.check(wait=True)
+    assert ack.tokens == {"kv": 375}
+    assert upper.host["kv"].tolist() == slots[:374].tolist()
+    assert lower.host["kv"].tolist() == slots[374:].tolist()
+    assert upper.ticket is lower.ticket is None
+    assert isinstance(ack.tag, Ticket)
+    assert list(ack.tag.parts) == [lower, upper]
+    assert not server.allocators["host", "kv"]._locks.any()
+    with pytest.raises(ValueError, match="is not locked so often"):
+        server.allocators["host", "kv"].unlock(slots[:1])
+
+
+def test_384_tokens_are_cut_at_320_and_63_are_less_than_a_page(make: Make) -> None:
+    """B23"""
+    server = make(page_size=64)
+    assert server.cache.match(range(63)).length == 0
+    hold = server.hooks.hold("backup copy")
+    assert server.insert(range(384))
+    server.controller.start_writing()
+    assert server.cache.match(range(383)).length == 320
+    assert [len(node.key) // 64 for node in server.cache.root.subtree()] == [0, 5, 1]
+    assert server.cache.match(range(63)).length == 0
+    hold.release()
+    server.check(wait=True)
+    assert all(node.host for node in server.cache.root.subtree() if node.parent)
+
+
+# ---- starting again
+
+
+@pytest.mark.parametrize("under_way", ["nothing", "queued", "submitted", "failing"])
+@pytest.mark.parametrize("direction", ["backup", "load"])
+def test_a_tree_is_cleared_and_all_slots_are_free_once_nothing_is_under_way(
+    direction: str, under_way: str, make: Make
+) -> None:
+    server = make("swa-mamba")
+    if direction == "load":
+        sent_away(server, "abc")
+    if under_way == "failing":
+        server.hooks.fail(f"{direction} acknowledge", RuntimeError("the bus is down"))
+    assert server.load_back(server.cache.match(pages("abc"))) if direction == "load" else server.insert(pages("abc"))
+    if under_way != "queued":
+        server.controller.start_writing()
+        server.start_loading()
+    if under_way == "nothing":
+        server.check(wait=True)
+    server.cache.clear()
+    server.check_slots()
+    assert server.cache.match(pages("abc")).length == 0
+    server.settle()
+    for side in SIDES:
+        assert [on(server, side, name) for name in server.owners] == [8 if side == "device" else 9] * 3
+
+
+def test_a_chain_of_nodes_may_be_longer_than_calls_can_be_nested(make: Make) -> None:
+    server = make(page_size=1, device_pages=1300)
+    slots = server.stack.device_slots["kv"].alloc(1200)
+    assert slots is not None
+    server.cache.insert(range(1200), {"kv": slots})
+    for length in range(1199, 0, -1):
+        server.cache.match(range(length))
+    match = server.cache.match(range(1200))
+    assert len(match.nodes) == sum(1 for node in server.cache.root.subtree() if node.parent) == 1200
+    server.cache.use(match)
+    assert repr(match)
+    server.cache.clear()
