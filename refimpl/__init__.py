@@ -1,4 +1,4 @@
-"""Reference implementation of host-memory pools for attention state: layouts, transfers, their oracle, and their order."""
+"""Reference implementation of host-memory pools for attention state: layouts, transfers, their order, and an oracle."""
 
 from refimpl import oracle, presets
 from refimpl.allocator import Budget, PageAllocator

@@ -80,6 +80,15 @@ class PageAllocator:
         with self._lock:
             return self.free(slots_of(pages[self._used[pages]], self.page_size))
 
+    def require_allocated(self, indices: torch.Tensor) -> None:
+        """`ValueError` for a slot that is not allocated. Parts of pages will do."""
+        pages = indices.cpu().numpy().astype(np.int64) // self.page_size
+        outside = pages[(pages < 0) | (pages >= self.num_pages)]
+        if len(outside):
+            raise ValueError(f"page {outside[0]} is outside the pool's {self.num_pages} pages")
+        with self._lock:
+            self._require_used(pages)
+
     def lock(self, indices: torch.Tensor) -> None:
         """Nobody gets these slots before `unlock`, whoever frees them meanwhile. Locks are counted.
 

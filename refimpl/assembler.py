@@ -7,6 +7,7 @@ by bytes, a rider has exactly the pages of the pool it rides on, and what cannot
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -147,6 +148,7 @@ def build_stack(
     `MemoryError` if the pools together exceed a budget; `ValueError` for pools in the wrong order, sizes that are
     missing, given twice or come to nothing, and device pools that do not fit. What fails later closes what was built.
     """
+    _require_numbers(device_pages, host_ratio, host_bytes)
     specs = _specs(model, tp, page_size)
     wrapped = dict(device or {})
     pairs = _pairs(specs, layout, backend, pools or {})
@@ -195,6 +197,8 @@ def _specs(model: str | Specs, tp: int, page_size: int | None) -> dict[str, Pool
         return presets.model(model, tp, page_size)
     if tp != 1 or page_size is not None:
         raise ValueError(f"tp={tp} and page_size={page_size} are for models by name; pools have their own geometry")
+    if not isinstance(model, Mapping) or not all(isinstance(spec, PoolSpec) for spec in model.values()):
+        raise TypeError(f"a stack is a model's name or PoolSpecs by name, got {model!r}")
     if not model:
         raise ValueError("a stack needs at least its anchor, got no pools")
     before: dict[str, PoolSpec] = {}
@@ -229,11 +233,17 @@ def _owners(specs: Specs) -> list[str]:
 def _pairs(specs: Specs, layout: str, backend: str, chosen: Pairs) -> dict[str, tuple[str, str]]:
     """Layout and backend of each pool."""
     _require_known(specs, chosen, "pools")
+    for name, pair in chosen.items():
+        if not (isinstance(pair, tuple) and len(pair) == 2 and all(isinstance(part, str) for part in pair)):
+            raise TypeError(f"pools={{{name!r}: (layout, backend)}} is two names, got {pair!r}")
     default = {name: (REWRITES.get((spec.family, layout), layout), backend) for name, spec in specs.items()}
     return default | dict(chosen)
 
 
 def _platform(pairs: Pairs, wrapped: Mapping[str, DevicePool]) -> str:
+    for name, pool in wrapped.items():
+        if not isinstance(pool, DevicePool):
+            raise TypeError(f"device={{{name!r}: …}} must be a DevicePool (DevicePool.wrap makes one), got {pool!r}")
     on_gpu = any(pool.device.type == "cuda" for pool in wrapped.values())
     only_cuda = any("cpu" not in BACKENDS.get(backend, ("cpu",)) for _, backend in pairs.values())
     return "cuda" if on_gpu or (only_cuda and not wrapped and torch.cuda.is_available()) else "cpu"
@@ -253,6 +263,19 @@ def _require_supported(specs: Specs, pairs: Pairs, platform: str, profile: str) 
 
 
 # ---- sizes
+
+
+def _require_numbers(
+    device_pages: int | Mapping[str, int] | None, host_ratio: float | None, host_bytes: int | None
+) -> None:
+    """Of the right kind, before they are counted with."""
+    pages = list(device_pages.values()) if isinstance(device_pages, Mapping) else [device_pages]
+    if not all(type(n) is int for n in pages if n is not None):
+        raise TypeError(f"device_pages must be a whole number, or one for each pool by name; got {device_pages!r}")
+    if host_bytes is not None and type(host_bytes) is not int:
+        raise TypeError(f"host_bytes must be a whole number of bytes, got {host_bytes!r}")
+    if host_ratio is not None and not (isinstance(host_ratio, int | float) and math.isfinite(host_ratio)):
+        raise ValueError(f"host_ratio must be a number of host pages for each device page, got {host_ratio!r}")
 
 
 def _device_pages(

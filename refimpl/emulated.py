@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from refimpl.hooks import reached
-from refimpl.runtime import BATCHED, Event, Stream
+from refimpl.runtime import BATCHED, Event, Stream, Stuck
 
 POISON = 0xDB
 ALIGNMENT = 256  # of device memory
@@ -43,7 +43,7 @@ class QueuedEvent:
 
 
 @dataclass
-class Operation:
+class Queued:
     """Runs when its `after` has passed and it has come to the front of its stream."""
 
     what: Callable[[], object]
@@ -64,7 +64,7 @@ class QueueRuntime:
         self._launcher, self.compile = launcher, compiler
         self._random = random.Random(seed)
         self._streams = itertools.count()
-        self._queues: dict[Hashable, deque[Operation]] = {}
+        self._queues: dict[Hashable, deque[Queued]] = {}
         self._held: set[int] = set()  # addresses of storages
         self._lock = threading.RLock()
         self._here = threading.local()
@@ -111,7 +111,7 @@ class QueueRuntime:
     def submit(self, what: Callable[[], object], stream: Stream = None, after: QueuedEvent | None = None) -> None:
         """Queue anything, as a user's own kernel would be."""
         with self._lock:
-            self._queues.setdefault(stream or self.current(), deque()).append(Operation(what, after))
+            self._queues.setdefault(stream or self.current(), deque()).append(Queued(what, after))
 
     def record(self, stream: Stream, timed: bool = False) -> QueuedEvent:
         event = QueuedEvent(self)
@@ -205,7 +205,7 @@ class QueueRuntime:
             while not event.passed:
                 ready = self._ready()
                 if not ready:
-                    raise RuntimeError("the device waits for an event that nothing will reach")
+                    raise Stuck("the device waits for an event that nothing will reach: is something held?")
                 for stream in ready:
                     ranks.setdefault(stream, self._random.random())
                 chosen = self._random.choice(ready) if take_turns else max(ready, key=ranks.__getitem__)
@@ -223,7 +223,7 @@ class QueueRuntime:
 
     def _ready(self) -> list[Hashable]:
         """Streams whose next operation may run."""
-        return [s for s, q in self._queues.items() if q and (q[0].after is None or q[0].after.passed)]
+        return [s for s, q in list(self._queues.items()) if q and (q[0].after is None or q[0].after.passed)]
 
     def synchronize(self) -> None:
         """Run everything, and forget streams that have nothing left to do."""
@@ -240,7 +240,6 @@ class HostQueue(QueueRuntime):
         super().__init__(_no_kernels, seed=seed)
 
     def issue(self, stream: Stream, call: Callable[[], object]) -> None:
-        reached("copy", self, stream)
         self.submit(call, stream)
 
 

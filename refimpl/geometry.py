@@ -164,6 +164,16 @@ class PoolSpec:
         """Model layers for which this pool stores anything, ascending."""
         return tuple(sorted({i for c in self.components for i in self.layers_of(c) if i is not None}))
 
+    @property
+    def keeps_states(self) -> bool:
+        """Whether an index names the state after a token, not a token's rows."""
+        return any(c.unit == "slot" for c in self.components)
+
+    @property
+    def overwritten_in_place(self) -> bool:
+        """Whether a model writes the same rows at every step: recurrent states, and the state rings of DeepSeek V4."""
+        return self.family == "v4_state" or self.keeps_states
+
     def tokens_per_page(self, component: Component) -> int:
         """Length of the token axis inside a page: page rows and state slots have one row a page."""
         return self.page_size if component.unit == "token" else 1

@@ -2,19 +2,22 @@
 
 | step                 | where it is                                                                         |
 |----------------------|-------------------------------------------------------------------------------------|
-| `backup submit`      | on the host, before anything of what is queued is submitted                         |
+| `backup submit`      | on the host, before a batch of what is queued is submitted                          |
 | `backup relayout`    | in a stream, before a kernel: of `staged`, or the copy itself with backend `kernel` |
 | `backup copy`        | in a stream, before a copy, or all the work of a backend of the CPU                 |
-| `backup acknowledge` | on the host, before what has finished is reported                                   |
+| `backup acknowledge` | on the host, before a batch that has finished is reported                           |
 | `load …`             | the same four of a load                                                             |
 | `load layer 3`       | in the stream of loads, before layer 3                                              |
 
-What is held in a stream holds what comes behind it in that stream, nothing else. The host never blocks on a hold.
+What is held in a stream holds what comes behind it in that stream, nothing else. The host does not wait, with one
+exception: a backend that must read an index list back from the device (`direct`; `staged` those of the host) waits for
+all that comes before it in the stream, a hold included.
 """
 
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -67,11 +70,20 @@ class Hooks:
 
     def delay(self, step: str, seconds: float) -> None:
         """Whoever reaches the step waits so long; 0 undoes it."""
+        if not seconds >= 0:
+            raise ValueError(f"{step!r} cannot be delayed by {seconds} seconds")
         self._delays[_known(step)] = seconds
 
     def fail(self, step: str, error: BaseException) -> None:
-        """The next one to reach the step raises `error`."""
+        """The next one to reach the step raises `error`, an exception."""
+        if not isinstance(error, BaseException):
+            raise TypeError(f"{step!r} fails by raising an exception, got {error!r}")
         self._failures[_known(step)] = error
+
+    def release(self) -> None:
+        """Release every hold."""
+        for hold in self._holds:
+            hold.release()
 
     def held(self, step: str) -> bool:
         """Asked by the host, which comes back later."""
@@ -82,10 +94,12 @@ class Hooks:
         """Raise if the step is to fail; hold or delay the stream."""
         if step in self._failures:
             raise self._failures.pop(step)
+        seconds = self._delays.get(step, 0.0)
         if runtime is None:
+            time.sleep(seconds)
             return
-        if self._delays.get(step):
-            runtime.delay(stream, self._delays[step])
+        if seconds:
+            runtime.delay(stream, seconds)
         for hold in self._holds:
             if hold.step == step and not hold.released:
                 hold._open.append(runtime.gate(stream))

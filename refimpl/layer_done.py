@@ -3,7 +3,8 @@
 The producer (a load) takes the next of a few sets of events and records one after each layer. The consumer (a forward
 pass) says which load it depends on, and waits for a layer just before it reads it. Semantics of upstream's
 `LayerDoneCounter` (`srt/managers/cache_controller.py`), but for what it leaves to luck: a layer whose event has not
-been recorded, and a load that has failed, raise instead of letting the consumer pass.
+been recorded, and a load that is known to have failed, raise instead of letting the consumer pass. What goes wrong on
+the device is known when the load is acknowledged, not before.
 """
 
 from __future__ import annotations
@@ -22,28 +23,31 @@ class LayerDone:
         self._runtime, self.layers = runtime, layers
         self._sets: list[list[Event]] = [[] for _ in range(SETS)]
         self._failed: list[BaseException | None] = [None] * SETS
-        self._next = 0
+        self._produced = 0
         self._consumer: int | None = None
 
     def produce(self) -> int:
-        """A new set of events; the load of `SETS` loads ago must have arrived."""
-        producer = self._next
-        events = self._sets[producer]
+        """The number of a new load, which takes over the events of the one `SETS` loads ago: that must have arrived."""
+        producer = self._produced
+        events = self._sets[producer % SETS]
         if events and not events[-1].query():
-            raise RuntimeError(f"{SETS} loads are under way: acknowledge the oldest before another one begins")
-        self._sets[producer], self._failed[producer] = [], None
-        self._next = (producer + 1) % SETS
+            raise RuntimeError(f"{SETS} loads are under way: wait until the oldest has arrived (acknowledge)")
+        self._sets[producer % SETS], self._failed[producer % SETS] = [], None
+        self._produced += 1
         return producer
 
     def record(self, producer: int, stream: Stream) -> None:
         """The next layer has arrived where the stream has come to."""
-        self._sets[producer].append(self._runtime.record(stream))
+        self._sets[producer % SETS].append(self._runtime.record(stream))
 
     def fail(self, producer: int, error: BaseException) -> None:
-        self._failed[producer] = error
+        if not self._over(producer):
+            self._failed[producer % SETS] = error
 
     def set_consumer(self, producer: int | None) -> None:
         """The load that the next forward pass depends on; None: it reads nothing that is being loaded."""
+        if producer is not None and not 0 <= producer < self._produced:
+            raise ValueError(f"there is no load {producer}: {self._produced} have begun")
         self._consumer = producer
 
     def wait_until(self, layer: int) -> None:
@@ -51,13 +55,21 @@ class LayerDone:
 
         Raises `ValueError` for a layer that there is not, `RuntimeError` for a load that has failed.
         """
-        if not 0 <= layer < self.layers:
-            raise ValueError(f"there is no layer {layer}: the stack has layers 0..{self.layers - 1}")
-        if self._consumer is None:
+        self.require(layer)
+        if self._consumer is None or self._over(self._consumer):
             return
-        if failure := self._failed[self._consumer]:
+        if failure := self._failed[self._consumer % SETS]:
             raise RuntimeError(f"layer {layer} will not arrive, its load has failed: {failure}") from failure
-        events = self._sets[self._consumer]
+        events = self._sets[self._consumer % SETS]
         if layer >= len(events):
             raise RuntimeError(f"layer {layer} is not on its way: its load has not been submitted")
         self._runtime.wait(self._runtime.current(), events[layer])
+
+    def require(self, layer: int) -> None:
+        """`ValueError` for a layer that there is not."""
+        if not 0 <= layer < self.layers:
+            raise ValueError(f"there is no layer {layer}: the stack has layers 0..{self.layers - 1}")
+
+    def _over(self, producer: int) -> bool:
+        """Whether a load has arrived so long ago that its events are another's."""
+        return producer < self._produced - SETS

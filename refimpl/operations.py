@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from functools import cached_property
 
 import torch
 
@@ -15,6 +14,13 @@ from refimpl.transfer import Transfer
 from refimpl.windows import Window
 
 Touched = dict[tuple[str, str], set[int] | None]  # pages by side and pool; None: only the device knows which
+Places = dict[str, tuple[bool | None, bool | None]]
+
+DESTINATION = {"backup": "host", "load": "device"}
+
+
+class Dropped(RuntimeError):
+    """What the acknowledgement of an operation says that was dropped before it was submitted."""
 
 
 @dataclass(eq=False)
@@ -25,6 +31,8 @@ class Operation:
     taken     slots that were allocated for it, by side and pool: they are freed if it fails
     number    of operations in the order in which they were queued
     touched   pages that it reads or writes
+    places    by pool, whether its lists (host, device) lie on the device; None where there is no list yet
+    listed    passed when lists that lie on the device are as they were when the operation was queued
     """
 
     tag: Hashable
@@ -33,12 +41,8 @@ class Operation:
     taken: list[tuple[str, str, torch.Tensor]]
     number: int
     touched: Touched = field(default_factory=dict)
-
-    @cached_property
-    def written(self) -> Touched:
-        """Of those, the pages that it writes."""
-        to = "host" if self.direction == "backup" else "device"
-        return {place: pages for place, pages in self.touched.items() if place[0] == to}
+    places: Places = field(default_factory=dict)
+    listed: Event | None = None
 
     def host_indices(self, name: str) -> torch.Tensor | None:
         return self.transfer(name).host_indices
@@ -51,9 +55,8 @@ class Operation:
         for t in self.transfers:
             if t.name == name:
                 return t
-        raise KeyError(
-            f"pool {name!r} has no part in this {self.direction}, which moves {[t.name for t in self.transfers]}"
-        )
+        names = [t.name for t in self.transfers]
+        raise KeyError(f"pool {name!r} has no part in this {self.direction}, which moves {names}")
 
 
 @dataclass(frozen=True)
@@ -62,7 +65,8 @@ class Ack:
 
     tokens    index units moved, by pool; `bytes` likewise
     seconds   of the device, for all operations that were submitted together
-    error     why it failed; its destinations then hold nothing that can be relied on, its sources are untouched
+    error     why it failed (operations that were submitted together fail together, unless one was `Dropped` before);
+              its destinations then hold nothing that can be relied on, its sources are untouched
     receipts  by pool of what was submitted together, one for each run (a load has one a layer): path, descriptors, …
     """
 
@@ -77,18 +81,33 @@ class Ack:
 
 @dataclass(eq=False)
 class Batch:
-    """Operations that are submitted together, one transfer for each pool."""
+    """Operations that are submitted together, one transfer for each pool.
+
+    producer   of a load: the number under which its layers are waited for
+    looked_up  slots of windows that are looked up when the copy runs
+    verdicts   raise what only the device knew
+    """
 
     direction: str
-    operations: list[Operation]
-    touched: Touched
+    operations: list[Operation] = field(default_factory=list)
+    touched: Touched = field(default_factory=dict)
+    written: Touched = field(default_factory=dict)
+    producer: int | None = None
     transfers: dict[str, Transfer] = field(default_factory=dict)
     receipts: dict[str, list[Receipt]] = field(default_factory=dict)
+    looked_up: dict[Window, torch.Tensor] = field(default_factory=dict)
     verdicts: list[Callable[[], None]] = field(default_factory=list)
-    kept: list[object] = field(default_factory=list)
+    kept: list[torch.Tensor | None] = field(default_factory=list)
     begun: Event | None = None
     finished: Event | None = None
     error: BaseException | None = None
+
+    def add(self, operation: Operation) -> None:
+        self.operations.append(operation)
+        for place, pages in operation.touched.items():
+            add_pages(self.touched, place, pages)
+            if place[0] == DESTINATION[self.direction]:
+                add_pages(self.written, place, pages)
 
     def attempt(self, call: Callable[[], object], even_so: bool = False) -> None:
         """Once something has failed, what was to follow is left out (but for what is to be done even so)."""
@@ -103,16 +122,6 @@ class Batch:
 
     def transfers_of(self, name: str) -> list[PoolTransfer]:
         return [t for operation in self.operations for t in operation.transfers if t.name == name]
-
-    def conflicts(self, other: Batch) -> bool:
-        """Whether some slot is touched by both."""
-        return overlap(self.touched, other.touched)
-
-
-@dataclass(frozen=True, eq=False)
-class LookedUp:
-    window: Window
-    slots: torch.Tensor
 
 
 def opposite(direction: str) -> str:

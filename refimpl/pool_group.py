@@ -95,11 +95,11 @@ class HostPoolGroup:
     def alloc(
         self, need: int, pool: str | None = None, reclaim: Callable[[int], object] | None = None
     ) -> torch.Tensor | None:
-        """Slots of the anchor (or of another pool); when it is full, one retry after `reclaim(need)`."""
+        """Slots of the anchor (or of another pool); when it is full, one retry after `reclaim(slots that it lacks)`."""
         owner = self.pools[pool] if pool else self.anchor
         slots = owner.alloc(need)
         if slots is None and reclaim is not None:
-            reclaim(need)
+            reclaim(need - owner.available_size())
             slots = owner.alloc(need)
         return slots
 
@@ -108,15 +108,11 @@ class HostPoolGroup:
     ) -> list[PoolTransfer] | None:
         """Fill in host indices: own slots first, in order of names so that all ranks agree, then those taken over.
 
-        None when a pool is full, also after `reclaim(name, need)`. Then, and when anything here raises, all slots that
-        were taken are given back.
+        None when a pool is full, also after `reclaim(name, slots that it lacks)`. Then, and when anything here raises,
+        all slots that were taken are given back.
         """
+        self.require_known(transfers)
         wanted = {t.name: t for t in transfers}
-        if len(wanted) < len(transfers):
-            raise ValueError(f"a pool can have one transfer at a time, got {[t.name for t in transfers]}")
-        unknown = [name for name in wanted if name not in self.pools]
-        if unknown:
-            raise ValueError(f"no pools {unknown} in this group, it has {list(self.pools)}")
         taken: dict[str, torch.Tensor] = {}
         try:
             for name in sorted(wanted):
@@ -135,6 +131,15 @@ class HostPoolGroup:
             self._give_back(taken)
             raise
         return [resolved[t.name] for t in transfers]
+
+    def require_known(self, transfers: Sequence[PoolTransfer]) -> None:
+        """`ValueError` unless each is of a pool of this group, and of another one than the rest."""
+        names = [t.name for t in transfers]
+        if len(set(names)) < len(names):
+            raise ValueError(f"a pool can have one transfer at a time, got {names}")
+        unknown = [name for name in names if name not in self.pools]
+        if unknown:
+            raise ValueError(f"no pools {unknown} in this group, it has {list(self.pools)}")
 
     def release(self, transfers: Sequence[PoolTransfer]) -> int:
         """Free the slots of resolved transfers; what a sidecar took over is not its own. Returns the slots freed."""

@@ -6,18 +6,32 @@ its nodes when they are split: slots are told apart by position, so each part is
 
 Write policies as upstream's `UnifiedRadixCache`: `write_through` backs a node up when it is first inserted,
 `write_through_selective` when it is met again, `write_back` when it is evicted from the device.
+
+A request goes through it like this:
+
+    match = cache.match(tokens)                    # what there is of its prefix
+    cache.use(match)                               # nothing of it is evicted before `release`
+    there = cache.load_back(match)                 # False: no room now
+    controller.set_consumer(controller.start_loading())
+    …                                              # the model: controller.wait_until(layer), then it reads a layer
+    left = cache.insert(tokens, slots)             # match.slots(pool), then its own: one slot for each token
+    cache.release(match)                           # and free what is left
+    controller.start_writing()
+    cache.check()                                  # now and then: what has ended
 """
 
 from __future__ import annotations
 
+import heapq
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
 from refimpl.controller import Controller
+from refimpl.indices import check
 from refimpl.operations import Ack
 from refimpl.pool_group import PoolTransfer
 
@@ -117,8 +131,12 @@ class PrefixCache:
         group = controller.host
         self.anchor, self.page_size = group.anchor.spec.name, group.page_size
         self._riders = {name: [n for n in group.pools if group.owner(n) == name] for name in group.pools}
-        self._states = [n for n, p in group.pools.items() if any(c.unit == "slot" for c in p.spec.components)]
+        self._states = [name for name, pool in group.pools.items() if pool.spec.keeps_states]
         self._rows = [n for n in group.pools if group.owner(n) == n and n not in (self.anchor, *self._states)]
+        wrong = {name: window for name, window in self.windows.items() if name not in self._rows or window < 0}
+        if wrong:
+            raise ValueError(f"windows {wrong}: there are windows of {self._rows}, of 0 tokens and more")
+        self._acks: list[Ack] = []  # for the next check
         self.root = Node(np.empty(0, np.int64))
         self._clock = itertools.count(1)
 
@@ -167,7 +185,7 @@ class PrefixCache:
     # ---- inserting
 
     def insert(self, tokens: Sequence[int] | np.ndarray, slots: Mapping[str, torch.Tensor]) -> Slots:
-        """Remember a prefix and take its device slots over. Returns the slots that were not taken, for the caller.
+        """Remember a prefix and take its device slots over. Returns those that were not taken: they stay the caller's.
 
         slots  for the anchor, of every token; for other pools with token rows, of as many tokens at the end, from a
                page's edge on; for a state pool, the one slot that holds the state after the last token. Tokens behind
@@ -187,7 +205,7 @@ class PrefixCache:
             elif len(given) and node.key.size and len(key) == len(tokens) and name not in node.device:
                 node.device[name] = given
             else:
-                left[name].append(given)
+                left[name].append(_but_for(given, node.device.get(name, given[:0])))
         for met in node.path():
             self._back_up_if_due(met)
         return {name: torch.cat(parts) for name, parts in left.items() if parts and sum(map(len, parts))}
@@ -203,6 +221,11 @@ class PrefixCache:
                 raise ValueError(f"pool {name!r}: {len(given)} slots for {tokens} tokens")
             if name in self._rows and len(given) and (tokens - len(given)) % self.page_size:
                 raise ValueError(f"pool {name!r}: the last {len(given)} of {tokens} tokens do not begin with a page")
+        for name, given in slots.items():
+            allocator = self.controller.stack.device_slots[name]
+            allocator.require_allocated(given)
+            whole = given[: len(given) - len(given) % allocator.page_size]
+            check(whole, allocator.page_size, allocator.num_pages, f"pool {name!r}:", unique=True)
 
     def _adopt(
         self,
@@ -221,7 +244,9 @@ class PrefixCache:
             part = given[max(begin - first, 0) : max(end - first, 0)]
             if not len(part):
                 continue
-            if name in node.device or len(part) < len(node.host.get(name, ())):  # the host's copy covers more
+            if name in node.device:
+                left[name].append(_but_for(part, node.device[name]))
+            elif len(part) < len(node.host.get(name, ())):  # the host's copy covers more
                 left[name].append(part)
             else:
                 node.device[name] = part
@@ -350,12 +375,14 @@ class PrefixCache:
         return True
 
     def use(self, match: Match) -> None:
-        """A request reads the prefix: nothing of it is evicted before `release`."""
+        """A request reads the prefix: nothing of it is evicted before `release`. A failing load takes it away."""
         for node in match.nodes:
             node.users += 1
 
     def release(self, match: Match) -> None:
         """Undo one `use`, also of nodes that were split meanwhile."""
+        if any(node.users < 1 for node in match.nodes):
+            raise ValueError(f"a prefix of {match.length} tokens is not in use, or not so often")
         for node in match.nodes:
             node.users -= 1
 
@@ -385,6 +412,10 @@ class PrefixCache:
 
     def check(self, wait: bool = False) -> list[Ack]:
         """Take note of what has ended; `wait`: of everything that was submitted."""
+        acks, self._acks = self._acks + self._noted(wait), []
+        return acks
+
+    def _noted(self, wait: bool) -> list[Ack]:
         acks = self.controller.acknowledge(wait)
         for ack in acks:
             if isinstance(ack.tag, Ticket):
@@ -415,38 +446,56 @@ class PrefixCache:
 
     def evict(self, name: str, need: int) -> int:
         """Free device slots of a pool, the least recently used first; returns how many. Backs up first if need be."""
-        freed = 0
-        while freed < need:
-            node = self._oldest("device", name)
-            if node is None:
-                break
-            if self.policy == "write_back" and self._back_up(node) and node.ticket:
-                self.controller.start_writing()
-                self.check(wait=True)
-                if node.ticket:  # somebody holds it
-                    continue
-            freed += self._drop(node, "device", name)
-        return freed
+        return self._evict("device", name, need)
 
     def evict_host(self, name: str, need: int) -> int:
         """Free host slots of a pool, the least recently used first; returns how many."""
+        return self._evict("host", name, need)
+
+    def _evict(self, side: str, name: str, need: int) -> int:
+        if name not in (self.anchor, *self._rows, *self._states):
+            raise ValueError(f"no pool {name!r} owns slots that could be evicted")
         freed = 0
-        while freed < need:
-            node = self._oldest("host", name)
-            if node is None:
+        while freed < need and (victims := self._victims(side, name, need - freed)):
+            if side == "device" and self.policy == "write_back":
+                self._save(victims)
+            before = freed
+            for node in victims:
+                if self._may_go(node, side, name):  # not if its backup is held
+                    freed += self._drop(node, side, name)
+            if freed == before:
                 break
-            freed += self._drop(node, "host", name)
         return freed
 
-    def _oldest(self, side: str, name: str) -> Node | None:
-        """A node that may lose its slots: nobody uses it, nothing is under way, and the anchor goes leaf by leaf."""
+    def _save(self, nodes: Sequence[Node]) -> None:
+        """Back up nodes and wait for it; what is acknowledged by the way is told by the next `check`."""
+        queued = [node for node in nodes if self._back_up(node) and node.ticket]
+        if queued:
+            self.controller.start_writing()
+            self._acks += self._noted(wait=True)
 
-        def may_go(node: Node) -> bool:
-            children = [name in getattr(child, side) or child.ticket for child in node.children.values()]
-            leaf = name != self.anchor or not any(children)
-            return name in getattr(node, side) and not node.ticket and not node.users and leaf
+    def _victims(self, side: str, name: str, need: int) -> list[Node]:
+        """Nodes that may go one after another, the least recently used first, with `need` slots if there are that."""
+        found: dict[Node, None] = {}
+        order = itertools.count()  # of nodes used at the same time
+        heap = [(n.used_at, next(order), n) for n in self.root.subtree() if self._may_go(n, side, name)]
+        heapq.heapify(heap)
+        size = 0
+        while heap and size < need:
+            node = heapq.heappop(heap)[2]
+            found[node] = None
+            size += len(getattr(node, side)[name])
+            parent = node.parent
+            if name == self.anchor and parent and self._may_go(parent, side, name, found):
+                heapq.heappush(heap, (parent.used_at, next(order), parent))
+        return list(found)
 
-        return min(filter(may_go, self.root.subtree()), key=lambda node: node.used_at, default=None)
+    def _may_go(self, node: Node, side: str, name: str, gone: Collection[Node] = ()) -> bool:
+        """Whether nobody uses it, nothing is under way, and it is a leaf if the anchor's slots are to go."""
+        if name not in getattr(node, side) or node.ticket or node.users:
+            return False
+        below = (child for child in node.children.values() if child not in gone)
+        return name != self.anchor or not any(name in getattr(child, side) or child.ticket for child in below)
 
     def _drop(self, node: Node, side: str, name: str) -> int:
         """Slots freed of the pool; with the anchor's go all others of the node."""
@@ -472,3 +521,8 @@ class PrefixCache:
 
     def _free(self, side: str, name: str, slots: torch.Tensor) -> None:
         (self.controller.stack.device_slots if side == "device" else self.controller.host.pools)[name].free(slots)
+
+
+def _but_for(slots: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+    """Slots but for those that a node has already: a request that goes on behind its match names them too."""
+    return slots[~torch.isin(slots, own)]

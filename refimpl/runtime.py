@@ -24,6 +24,10 @@ BATCHED = "batch"  # the call that takes many copies
 Stream = Any  # whatever the runtime says
 
 
+class Stuck(RuntimeError):
+    """The device waits for an event that nothing will reach: something is held."""
+
+
 class Event(Protocol):
     """A point in a stream."""
 

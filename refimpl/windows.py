@@ -38,10 +38,15 @@ class Window:
 
     def slots(self) -> torch.Tensor:
         """Slots of the window pool now, where the table lies. The host does not wait for a table on a GPU."""
-        full = self.full
+        full = self.full.to(torch.int64)
+        inside = (full >= 0) & (full < len(self.mapping))
+        if not full.is_cuda and not inside.all():
+            slot = full[~inside][0].item()
+            raise ValueError(f"slot {slot} is outside the table of {len(self.mapping)} slots")
+        full = torch.where(inside, full, 0)  # a list on a GPU: told later, by the row that it does not have
         if self.mapping.is_cuda and not full.is_cuda:
-            full = full.pin_memory().to(self.mapping.device, non_blocking=True)
-        return self.mapping[full.to(self.mapping.device)].to(torch.int64)
+            full, inside = (t.pin_memory().to(self.mapping.device, non_blocking=True) for t in (full, inside))
+        return torch.where(inside, self.mapping[full], 0).to(torch.int64)
 
 
 def require_rows(window: Window, slots: torch.Tensor) -> None:

@@ -197,7 +197,10 @@ class Serving:
         return self.cache.load_back(match)
 
     def start_loading(self) -> None:
-        producer = self.controller.start_loading()
+        try:
+            producer = self.controller.start_loading()
+        except RuntimeError:  # too many are under way
+            return
         if producer is not None:
             self.producer = producer
 
@@ -219,8 +222,7 @@ class Serving:
         self.hooks.hold(step)
 
     def let_go(self) -> None:
-        for hold in self.hooks._holds:
-            hold.release()
+        self.hooks.release()
 
     def settle(self) -> None:
         """Until nothing is queued or under way."""

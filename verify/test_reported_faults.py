@@ -985,8 +985,9 @@ def test_an_optional_side_pool_may_have_nothing_to_move() -> None:
         [PoolTransfer("kv", device_indices=torch.arange(8)), PoolTransfer("mamba")]
     )
     assert resolved is not None
-    device = DevicePool(states.spec, 3)
-    receipt = states.backup(device, resolved[1].host_indices, resolved[1].device_indices)
+    device, slots = DevicePool(states.spec, 3), resolved[1].device_indices
+    assert slots is None
+    receipt = states.backup(device, resolved[1].host_indices, slots)
     assert receipt.bytes == 0
     assert states.available_size() == 3
 

@@ -256,7 +256,7 @@ show(backed_up)
 print("submitted in this order:", ", ".join(backed_up.receipts))
 
 # %% [markdown]
-# The order of submission is not that of the stack: **rings of states come first**, since the model overwrites them in place with its next step. Its stream waits for their copies and for nothing else; rows of tokens are only ever appended to, so their copies may take their time.
+# The order of submission is not that of the stack: **rings of states come first**, since the model overwrites them in place with its next step. Its stream waits until they are copied; rows of tokens are only ever appended to, so their copies may take their time.
 #
 # Now the request is over and its slots are free. Other requests fill the device; then the prefix is needed again. `load` allocates device slots, other ones; `start_loading` submits, layer by layer over all pools, and returns what a forward pass is to wait for. The device is compared with the oracle's to the last byte, so also with what was *not* to be written.
 

@@ -10,9 +10,11 @@ from typing import Any
 import torch
 
 from refimpl import PageAllocator, PoolTransfer
-from refimpl.controller import Controller, Reclaim
+from refimpl.controller import Controller
 from refimpl.host_pool import HostPool
-from refimpl.operations import Ack, Batch, Operation, Touched
+from refimpl.layer_done import SETS
+from refimpl.operations import Ack, Batch, Operation
+from refimpl.queueing import Reclaim
 from refimpl.runtime import Event
 from refimpl.windows import When, Window
 from verify.conformance import ordering
@@ -212,26 +214,27 @@ class DropsWhatItKeeps(Controller):
 
 @found_by(ordering.check_two_loads_of_the_same_slots, ordering.check_two_backups_to_the_same_slots)
 class MergesWhatOverlaps(Controller):
-    def _mergeable(self, group: Sequence[Operation], operation: Operation) -> bool:
+    def _mergeable(self, batch: Batch, operation: Operation) -> bool:
         return True
 
 
 @found_by(ordering.check_two_loads_of_the_same_slots, ordering.check_two_backups_to_the_same_slots)
 class TheFirstWins(Controller):
-    def _merged(self, operations: Sequence[Operation]) -> list[list[Operation]]:
-        return super()._merged(operations)[::-1]
+    def _merged(self, direction: str, operations: Sequence[Operation]) -> list[Batch]:
+        return super()._merged(direction, operations)[::-1]
 
 
 @found_by(ordering.check_disjoint_operations_are_merged)
 class MergesNothing(Controller):
-    def _mergeable(self, group: Sequence[Operation], operation: Operation) -> bool:
+    def _mergeable(self, batch: Batch, operation: Operation) -> bool:
         return False
 
 
 @found_by(ordering.check_load_of_what_is_being_backed_up, backends=("torch", "numba", "direct", "kernel"))
 class SeesNoConflictOnTheHost(Controller):
-    def _touched(self, operations: Iterable[Operation]) -> Touched:
-        return {place: pages for place, pages in super()._touched(operations).items() if place[0] == "device"}
+    def _begin(self, batch: Batch) -> None:
+        batch.touched = {place: pages for place, pages in batch.touched.items() if place[0] == "device"}
+        super()._begin(batch)
 
 
 # ---- layers
@@ -252,9 +255,9 @@ class WaitsForTheLastLayer(Controller):
 
 @found_by(ordering.check_readers_of_layers)
 class RecordsALayerBeforeIt(Controller):
-    def _load_layer(self, batch: Batch, layer: int, producer: int) -> None:
+    def _load_layer(self, batches: Sequence[Batch], layer: int, producer: int) -> None:
         self.layers.record(producer, self._streams["load"])
-        super()._load_layer(batch, layer, producer)
+        super()._load_layer(batches, layer, producer)
 
 
 @found_by(ordering.check_layers_of_nobody_never_block, kind="mamba")
@@ -280,6 +283,7 @@ class WaitsForNoSuchLayer(Controller):
 class ForgetsWhoseEventsTheyAre(Controller):
     def start_loading(self) -> int | None:
         flights, self._in_flight["load"] = self._in_flight["load"], type(self._in_flight["load"])()
+        self.layers._sets[self.layers._produced % SETS] = []
         try:
             return super().start_loading()
         finally:
@@ -304,7 +308,8 @@ class AcknowledgesAtOnce(Controller):
 @found_by(ordering.check_loads_are_acknowledged_when_their_bytes_are_there)
 class AcknowledgesLoadsByTheirFirstLayer(Controller):
     def arrived(self, batch: Batch) -> bool:
-        return self.layers._sets[(self.layers._next - 1) % 3][0].query()
+        assert batch.producer is not None
+        return self.layers._sets[batch.producer % SETS][0].query()
 
     def _settle(self, batch: Batch) -> list[Ack]:
         return [self._ended(operation, batch, 0.0) for operation in batch.operations]
@@ -323,7 +328,7 @@ class AcknowledgesOnlyWhenAsked(Controller):
 @found_by(ordering.check_steps_on_the_host_can_be_held)
 class CannotBeHeldBack(Controller):
     def _batches(self, direction: str) -> list[Batch]:
-        return [Batch(direction, group, self._touched(group)) for group in self._merged(self._take(direction))]
+        return self._merged(direction, self._take(direction))
 
 
 @found_by(ordering.check_backups_that_fail, ordering.check_loads_that_fail)

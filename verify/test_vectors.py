@@ -1,0 +1,403 @@
+"""The golden vectors: frozen, complete, right, and read by consumers that share no code with the project."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import shutil
+import subprocess
+import sys
+import zlib
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+
+from refimpl import LAYOUTS
+from verify.reported import T
+from verify.vectors import check, payload
+from verify.vectors.cases import FAMILIES, REASONS, Geometry, groups
+from verify.vectors.reported import REPORTED
+from verify.vectors.write import FOLDER, ROOT, generate
+
+pytestmark = pytest.mark.vectors
+
+CONSUMERS = Path(__file__).with_name("consumers")
+NUMPY, C = CONSUMERS / "check_vectors.py", CONSUMERS / "check_vectors.c"
+SCHEMAS = ROOT / "data" / "schemas"
+GEOMETRIES = [g for family in FAMILIES.values() for g in family] + [r.geometry for rs in REPORTED.values() for r in rs]
+
+Json = dict[str, Any]
+
+
+@cache
+def manifest() -> Json:
+    return json.loads((FOLDER / "manifest.json").read_text())
+
+
+@cache
+def vectors(family: str) -> Json:
+    return json.loads((FOLDER / f"{family}.json").read_text())
+
+
+def every_case() -> Iterator[tuple[Json, Json]]:
+    """Every group and test."""
+    for family in FAMILIES:
+        for group in vectors(family)["groups"]:
+            for test in group["tests"]:
+                yield group, test
+
+
+def caught(group: Json, test: Json) -> set[str]:
+    return {*test["flags"], *(group["flags"] if test["result"] == "ok" else ())}
+
+
+# ---- frozen and well formed
+
+
+def test_the_generator_writes_them_byte_for_byte() -> None:
+    files = generate()
+    assert sorted(files) == sorted(f.name for f in FOLDER.iterdir() if f.suffix in (".json", ".txt"))
+    changed = [name for name, text in files.items() if (FOLDER / name).read_bytes() != text.encode()]
+    assert not changed, "these are frozen: another content is another version"
+
+
+def test_the_manifest_names_every_file_with_its_digest() -> None:
+    named = {file["name"]: file["sha256"] for file in manifest()["files"]}
+    held = {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in FOLDER.iterdir()}
+    assert named == {n: digest for n, digest in held.items() if n not in ("manifest.json", "README.md")}
+    assert sum(file.stat().st_size for file in FOLDER.iterdir()) < 3.2e6
+
+
+@pytest.mark.parametrize("file", ["manifest", *FAMILIES])
+def test_files_follow_their_schema(file: str) -> None:
+    content = manifest() if file == "manifest" else vectors(file)
+    schema = json.loads((SCHEMAS / content["schema"]).read_text())
+    jsonschema.Draft202012Validator.check_schema(schema)
+    jsonschema.Draft202012Validator(schema).validate(content)
+
+
+def test_a_case_that_must_be_refused_cannot_have_digests() -> None:
+    schema = json.loads((SCHEMAS / "vectors.schema.json").read_text())
+    content = json.loads(json.dumps(vectors("mha")))
+    refused = next(t for t in content["groups"][0]["tests"] if t["result"] == "must-refuse")
+    refused["sha256"] = {}
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(content, schema)
+
+
+def test_ids_notes_flags_and_counts_hold_together() -> None:
+    ids = [test["id"] for _, test in every_case()]
+    assert len(set(ids)) == len(ids) == manifest()["cases"] == sum(vectors(f)["cases"] for f in FAMILIES)
+    for family in FAMILIES:
+        used = {test["note"] for group in vectors(family)["groups"] for test in group["tests"]}
+        assert used == set(vectors(family)["notes"])
+    flags = set().union(*(caught(*pair) for pair in every_case()))
+    assert flags == set(manifest()["flags"]), "a flag that no case has proves nothing"
+
+
+# ---- complete
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_layout_is_moved_both_ways_or_must_be_refused(family: str) -> None:
+    for geometry in FAMILIES[family]:
+        for layout in LAYOUTS:
+            (group,) = [g for g in vectors(family)["groups"] if g["id"] == f"{geometry.name}/{layout}"]
+            results = {(t["direction"], t["result"], t.get("reason")) for t in group["tests"]}
+            ways = ["backup", "load"]
+            if geometry.allowed(layout):
+                entries = geometry.spec.entries and "many" not in geometry.sets
+                ways += ["backup_entries", "load_entries"] if entries else []
+                assert {(way, "ok", None) for way in ways} <= results
+            else:
+                assert results == {(way, "must-refuse", "layout") for way in ways}
+
+
+@pytest.mark.parametrize("family", [f for f in FAMILIES if f != "mamba"])
+def test_every_reason_to_refuse_occurs_both_ways(family: str) -> None:
+    """States are their own pages: none of their lists is misaligned."""
+    found = {(t["direction"], t.get("reason")) for g in vectors(family)["groups"] for t in g["tests"]}
+    assert {(way, reason) for way in ("backup", "load") for reason in REASONS} <= found
+
+
+def test_twins_are_the_layouts_with_the_same_bytes() -> None:
+    filled = {
+        group["id"]: [buffer["filled"] for buffer in group["host"]]
+        for family in FAMILIES
+        for group in vectors(family)["groups"]
+    }
+    for family in FAMILIES:
+        for group in vectors(family)["groups"]:
+            name, layout = group["id"].split("/")
+            alike = {other for other in LAYOUTS if filled.get(f"{name}/{other}") == filled[group["id"]] != []}
+            present = {other for other in group["twins"] if f"{name}/{other}" in filled}
+            assert present == alike - {layout}, group["id"]
+
+
+# ---- the payload
+
+
+def _words(geometry: Geometry) -> np.ndarray:
+    """Every whole word of both sides; host pages are device pages as far as their bytes go."""
+    pages = max(geometry.host_pages, geometry.device_pages)
+    found = []
+    for c in geometry.spec.components:
+        for layer in geometry.spec.layers_of(c):
+            number = geometry.numbers[c.name], payload.SIDE if layer is None else layer
+            width = c.row_bytes // c.head_count
+            rows = payload.rows(*number, pages, geometry.spec.tokens_per_page(c), c.head_count, width)
+            assert rows.min() > 0
+            assert rows.max() <= payload.BASE < payload.POISON
+            whole = np.ascontiguousarray(rows[..., : width // 8 * 8])
+            found.append(whole.reshape(-1).view(np.uint64))
+    return np.concatenate(found)
+
+
+@pytest.mark.parametrize(
+    "names", [*[(g.name,) for g in GEOMETRIES], ("B04-rows", "B04-index"), ("B18-target", "B18-draft")]
+)
+def test_no_two_words_of_a_case_are_alike(names: tuple[str, ...]) -> None:
+    words = np.concatenate([_words(g) for g in GEOMETRIES if g.name in names])
+    assert len(np.unique(words)) == len(words)
+
+
+def test_a_word_tells_its_place() -> None:
+    rng = np.random.default_rng(8)
+    for _ in range(200):
+        at = payload.Place(*(int(rng.integers(1 << bits)) for bits in payload.BITS.values()))
+        n = 0
+        for value, bits in zip(
+            (at.component, at.layer, at.page, at.token, at.head, at.word), payload.BITS.values(), strict=True
+        ):
+            n = n << bits | value
+        mixed = int(payload._mix(np.uint64([n]))[0])
+        word = bytes(mixed // payload.BASE**i % payload.BASE + 1 for i in range(8))
+        assert payload.place(word) == at
+    assert payload.place(bytes([payload.POISON] * 8)) is None
+    assert sum(payload.BITS.values()) == 63
+
+
+# ---- right
+
+
+@pytest.mark.parametrize("backend", ["torch", "numba"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_our_backends_agree(family: str, backend: str) -> None:
+    for name, geometry, layout, cases in groups():
+        if name == family:
+            assert not [*check.against(backend, geometry, layout, cases)], f"{geometry.name} in {layout}"
+
+
+def consumer(*changes: tuple[str, str]) -> ModuleType:
+    """The NumPy consumer, with its source changed."""
+    spec = importlib.util.spec_from_loader("check_vectors", loader=None)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    exec(compile(changed(NUMPY, *changes), str(NUMPY), "exec"), module.__dict__)
+    return module
+
+
+def changed(file: Path, *changes: tuple[str, str]) -> str:
+    text = file.read_text()
+    for old, new in changes:
+        assert text.count(old) == 1, f"{old!r} stands {text.count(old)} times in {file.name}"
+        text = text.replace(old, new)
+    return text
+
+
+def reported_payload(
+    component: int, layer: int, pages: list[int], tokens: int, heads: int, width: int, group: str
+) -> np.ndarray:
+    """The payload of the public reports, in place of ours: see `verify.reported.T`."""
+    slots = [page * tokens + token for page in pages for token in range(tokens)]
+    lanes = np.arange(heads * width)
+    if group.startswith("B18-packed") and layer == 4:
+        component, layer = 4, 0
+    if group.startswith("B19"):  # every FP8 code
+        rows = [(lanes + 17 * slot + 101 * layer + 53 * component) % 256 for slot in slots]
+    else:
+        rows = [T(component, layer, slot, lanes) for slot in slots]
+    return np.stack(rows).astype(np.uint8).reshape(len(pages), tokens, heads, width)
+
+
+REPORTED_TESTS = [(g, t) for g, t in every_case() if "crc32" in t]
+
+
+@pytest.mark.parametrize(("group", "test"), REPORTED_TESTS, ids=[t["id"] for _, t in REPORTED_TESTS])
+def test_the_consumer_arrives_at_checksums_from_elsewhere(group: Json, test: Json) -> None:
+    module = consumer()
+    module.__dict__["payload"] = lambda *place: reported_payload(*place, group["id"])
+    buffers, sums = module.move(group, test), dict[str, int]()
+    for buffer, data in zip(group[module.destination(test)], buffers, strict=True):
+        (name,) = buffer["components"]
+        sums[name] = zlib.crc32(data.tobytes(), sums.get(name, 0))
+    assert {name: f"{value:08x}" for name, value in sums.items()} == test["crc32"]
+
+
+FAULTY = {
+    "LayersNotAskedFor": ('if layer not in test.get("layers", [layer]):', "if False:"),
+    "LayersSwapped": (
+        "return rows_on(group, component, layer, origins)",
+        'owned = component["layers"]\n'
+        "            return rows_on(group, component, owned[(owned.index(layer) + 1) % len(owned)], origins)",
+    ),
+    "FirstSourceRunsOn": (
+        "return rows_on(group, component, layer, origins)",
+        'count = group[f"{source}_pages"]\n'
+        "            return rows_on(group, component, layer, [(origins[0] + i) % count for i in range(len(origins))])",
+    ),
+    "HeadsShifted": (
+        "return rows_on(group, component, layer, origins)",
+        "return np.roll(rows_on(group, component, layer, origins), -1, axis=2)",
+    ),
+    "TokensShifted": (
+        "return rows_on(group, component, layer, origins)",
+        "return np.roll(rows_on(group, component, layer, origins), -1, axis=1)",
+    ),
+    "SideStatesLost": ("if rows is not None:", 'if rows is not None and not component["side"]:'),
+    "ScalesLost": ('begin += segment["entries"] * width', 'begin += segment["entries"] * width\n                break'),
+}
+
+
+@pytest.mark.parametrize("flag", FAULTY)
+def test_flags_name_the_very_cases_that_catch_a_fault(flag: str) -> None:
+    """Neither more nor fewer. Single entries have loops of their own in the consumer."""
+    module, in_rows_of = consumer(FAULTY[flag]), flag in ("LayersNotAskedFor", "SideStatesLost", "ScalesLost")
+    right = [(g, t) for g, t in every_case() if t["result"] == "ok" and (in_rows_of or "host_entries" not in t)]
+    failed = {t["id"] for g, t in right if module.wrong(g, t)}
+    assert failed == {t["id"] for g, t in right if flag in caught(g, t)} != set()
+
+
+# ---- the consumers
+
+
+def run_numpy(folder: Path, *changes: tuple[str, str]) -> subprocess.CompletedProcess[str]:
+    """The consumer as anybody runs it: in a process that has never heard of the project."""
+    script = folder / "check_vectors.py"
+    script.write_text(changed(NUMPY, *changes))
+    return subprocess.run(
+        [sys.executable, "-P", script.name, "."], cwd=folder, capture_output=True, text=True, timeout=60
+    )
+
+
+def run_c(folder: Path, *changes: tuple[str, str]) -> subprocess.CompletedProcess[str]:
+    source, program = folder / "check_vectors.c", folder / "check_vectors"
+    source.write_text(changed(C, *changes))
+    warnings = [] if changes else ["-Wall", "-Wextra", "-Werror"]
+    subprocess.run(["cc", "-std=c99", "-O2", *warnings, source, "-o", program], check=True, timeout=60)
+    files = sorted(map(str, folder.glob("*.txt")))
+    return subprocess.run([program, *files], capture_output=True, text=True, timeout=60)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A copy of the vectors, to be tampered with."""
+    for file in FOLDER.iterdir():
+        shutil.copy2(file, tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("run", [run_numpy, run_c])
+def test_a_plain_consumer_checks_the_whole_set(run: Any, folder: Path) -> None:
+    done = run(folder)
+    assert (done.returncode, done.stdout) == (0, f"{manifest()['cases']} cases checked, 0 wrong\n"), done.stderr
+
+
+def _with_another_digit(text: str, after: str, nth: int = 0) -> str:
+    """The first digit that follows the nth `after`, made another one."""
+    at = -1
+    for _ in range(nth + 1):
+        at = text.index(after, at + 1)
+    at = next(i for i in range(at + len(after), len(text)) if text[i].isdigit())
+    return text[:at] + str((int(text[at]) + 1) % 10) + text[at + 1 :]
+
+
+@pytest.mark.parametrize(
+    ("file", "after"),
+    [
+        ("mha.json", '"sha256":{"k":"'),
+        ("mha.json", '"filled":"'),
+        ("mamba.json", '"host_pages":['),
+        ("v4_paged.json", '"device_entries":['),
+        ("v4_paged.json", '"segments":[{"entries":2,"bytes":'),
+        ("dsa.json", '"base64":{"index_k":"'),
+        ("manifest.json", '"value": '),
+        ("manifest.json", '"cases": '),
+    ],
+)
+def test_the_numpy_consumer_sees_one_digit(folder: Path, file: str, after: str) -> None:
+    text = (folder / file).read_text()
+    (folder / file).write_text(_with_another_digit(text, after))
+    assert run_numpy(folder).returncode != 0
+
+
+@pytest.mark.parametrize(
+    ("file", "after"),
+    [
+        ("mha.txt", "sha256 2 "),
+        ("mha.txt", "buffer 0 8 384 1 0 2 0 1 "),
+        ("mamba.txt", "\nhost 3 "),
+        ("v4_paged.txt", "\ndevice 3 "),
+        ("mla.txt", "vectors 1 "),
+    ],
+)
+def test_the_c_consumer_sees_one_digit(folder: Path, file: str, after: str) -> None:
+    text = (folder / file).read_text()
+    (folder / file).write_text(_with_another_digit(text, after))
+    assert run_c(folder).returncode != 0
+
+
+NUMPY_MISTAKES = [
+    (
+        '"page_first": (tokens * layers * row, layers * row, row,',
+        '"page_first": (tokens * layers * row, row, tokens * row,',
+    ),
+    (
+        "column, layers * lanes, lanes, heads * column, column, 0)",
+        "column, lanes, tokens * lanes, heads * column, column, 0)",
+    ),
+    ("components * tokens * part, one, lanes, tokens * part)", "tokens * part, one, lanes, layers * tokens * part)"),
+    ("rows[..., first : first + lanes]", "rows[..., :lanes]"),
+    ("(begin + entry % every * width for entry", "(begin + entry // every * width for entry"),
+    ("if any(start % size for start in starts):", "if False:"),
+    ("if side == destination(test) and", "if"),
+    ("0xBF58476D1CE4E5B9", "0xBF58476D1CE4E5BB"),
+]
+C_MISTAKES = [
+    (
+        "((page * tokens + token) * layers + layer) * heads + head",
+        "((page * layers + layer) * tokens + token) * heads + head",
+    ),
+    ("((page * heads + head) * tokens + token) * layers", "((page * tokens + token) * heads + head) * layers"),
+    ("* layers + layer) * parts + part) * tokens", "* parts + part) * layers + layer) * tokens"),
+    ("payload(c->id, layer, from, token, head, b->first + k)", "payload(c->id, layer, from, token, head, k)"),
+    ("if (l->at[i] % p) return MISALIGNED;", "if (0) return MISALIGNED;"),
+    ("turn(a, 22)", "turn(a, 23)"),
+]
+
+
+@pytest.mark.parametrize("mistake", NUMPY_MISTAKES)
+def test_the_numpy_consumer_fails_where_its_arithmetic_is_wrong(folder: Path, mistake: tuple[str, str]) -> None:
+    assert run_numpy(folder, mistake).returncode == 1
+
+
+@pytest.mark.parametrize("mistake", C_MISTAKES)
+def test_the_c_consumer_fails_where_its_arithmetic_is_wrong(folder: Path, mistake: tuple[str, str]) -> None:
+    assert run_c(folder, mistake).returncode == 1
+
+
+def test_consumers_import_nothing_of_ours() -> None:
+    imported = {
+        line.split()[1].split(".")[0]
+        for line in NUMPY.read_text().splitlines()
+        if line.startswith(("import ", "from "))
+    }
+    assert imported == {"base64", "hashlib", "json", "sys", "pathlib", "numpy"}
+    assert all("<" in line for line in C.read_text().splitlines() if line.startswith("#include"))
