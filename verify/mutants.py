@@ -29,6 +29,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 TABLE = Path(__file__).with_name("mutants.toml")
 PACKAGES = ("refimpl", "kernels_cupy", "verify")
+DATA = ("data/schemas", "data/vectors")  # what killers read
 TIME_LIMIT = 300  # seconds; a mutant that hangs its killer is caught too
 CONTROL = ("verify/test_hand_bytes.py",)  # must pass on the unchanged copy
 # Modules are imported before pytest sees them, on purpose.
@@ -80,7 +81,7 @@ class Copy:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        for package in PACKAGES:
+        for package in (*PACKAGES, *DATA):
             if (ROOT / package).exists():
                 shutil.copytree(ROOT / package, folder / package)
         shutil.copy2(ROOT / "pyproject.toml", folder)
