@@ -83,7 +83,8 @@ class Controller(Queues):
         """Submit the loads that are queued, once for each step of the model. Returns the producer to wait for.
 
         Backups that a load must come after are submitted first. None if nothing is queued, or a hook holds it.
-        `RuntimeError`, and nothing is submitted, while as many loads as there are sets of events (`layer_done.SETS`) are under way.
+        `RuntimeError`, and nothing is submitted, while there are as many loads under way as sets of events
+        (`layer_done.SETS`).
         """
         waits = self._ready("load") < len(self._queued["load"])
         if not self._queued["load"] or self.hooks.held("load submit") or (waits and self.hooks.held("backup submit")):

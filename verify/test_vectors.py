@@ -22,9 +22,9 @@ import pytest
 from refimpl import LAYOUTS
 from verify.reported import T
 from verify.vectors import check, payload
-from verify.vectors.cases import FAMILIES, REASONS, Geometry, groups
+from verify.vectors.cases import FAMILIES, REASONS, Case, Geometry, _refused, of
 from verify.vectors.reported import REPORTED
-from verify.vectors.write import FOLDER, ROOT, generate
+from verify.vectors.write import FOLDER, ROOT, Pools, generate, groups
 
 pytestmark = pytest.mark.vectors
 
@@ -193,6 +193,24 @@ def test_our_backends_agree(family: str, backend: str) -> None:
     for name, geometry, layout, cases in groups():
         if name == family:
             assert not [*check.against(backend, geometry, layout, cases)], f"{geometry.name} in {layout}"
+
+
+def test_a_backend_that_is_wrong_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that moves nothing, one that refuses nothing, one that spoils its source."""
+    geometry = FAMILIES["mha"][0]
+    cases = [*of(geometry, "page_head"), *_refused(geometry)]
+    moved = {case.name for case in cases if case.result != "must-refuse" and case.host}
+    with monkeypatch.context() as patch:
+        patch.setattr(check, "_run", lambda pools, case: None)
+        assert {*check.against("torch", geometry, "page_head", cases)} == {case.name for case in cases if case.host}
+    run = check._run
+
+    def spoil(pools: Pools, case: Case) -> None:
+        run(pools, case)
+        pools.poison("device" if case.direction == "backup" else "host")
+
+    monkeypatch.setattr(check, "_run", spoil)
+    assert {*check.against("torch", geometry, "page_head", cases)} >= moved
 
 
 def consumer(*changes: tuple[str, str]) -> ModuleType:
