@@ -22,7 +22,7 @@ import pytest
 from refimpl import LAYOUTS
 from verify.reported import T
 from verify.vectors import check, payload
-from verify.vectors.cases import FAMILIES, REASONS, Case, Geometry, _refused, of
+from verify.vectors.cases import FAMILIES, REASONS, Case, Geometry, of, refused
 from verify.vectors.reported import REPORTED
 from verify.vectors.write import FOLDER, ROOT, Pools, generate, groups
 
@@ -83,7 +83,7 @@ def test_files_follow_their_schema(file: str) -> None:
     jsonschema.Draft202012Validator(schema).validate(content)
 
 
-def test_a_case_that_must_be_refused_cannot_have_digests() -> None:
+def test_a_case_that_must_berefused_cannot_have_digests() -> None:
     schema = json.loads((SCHEMAS / "vectors.schema.json").read_text())
     content = json.loads(json.dumps(vectors("mha")))
     refused = next(t for t in content["groups"][0]["tests"] if t["result"] == "must-refuse")
@@ -106,7 +106,7 @@ def test_ids_notes_flags_and_counts_hold_together() -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_layout_is_moved_both_ways_or_must_be_refused(family: str) -> None:
+def test_every_layout_is_moved_both_ways_or_must_berefused(family: str) -> None:
     for geometry in FAMILIES[family]:
         for layout in LAYOUTS:
             (group,) = [g for g in vectors(family)["groups"] if g["id"] == f"{geometry.name}/{layout}"]
@@ -198,7 +198,7 @@ def test_our_backends_agree(family: str, backend: str) -> None:
 def test_a_backend_that_is_wrong_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that moves nothing, one that refuses nothing, one that spoils its source."""
     geometry = FAMILIES["mha"][0]
-    cases = [*of(geometry, "page_head"), *_refused(geometry)]
+    cases = [*of(geometry, "page_head"), *refused(geometry)]
     moved = {case.name for case in cases if case.result != "must-refuse" and case.host}
     with monkeypatch.context() as patch:
         patch.setattr(check, "_run", lambda pools, case: None)
