@@ -149,18 +149,18 @@ def _auto(rows: list[Content]) -> Iterator[Check]:
     for row in rows:
         cells = measured(row)
         fastest, auto = (
-            max((_sustained(row, cell) for cell in cells), default=None),
+            max((sustained(row, cell) for cell in cells), default=None),
             [c for c in cells if c["mover"] == "auto"],
         )
         if fastest and auto:
-            ratios.append(_sustained(row, auto[0]) / fastest)
+            ratios.append(sustained(row, auto[0]) / fastest)
             yield Check("auto against the best backend", name(row), ratios[-1], AUTO_LEAST)
     if ratios:
         near = sum(ratio >= AUTO_NEAR for ratio in ratios) / len(ratios)
         yield Check("share of rows in which auto is within 3 %", f"{len(ratios)} rows", near, AUTO_SHARE)
 
 
-def _sustained(row: Content, cell: Content) -> float:
+def sustained(row: Content, cell: Content) -> float:
     """GB/s of transfers that go on and on: the device must do them, and the host must describe them."""
     return min(cell["gb_per_s"], row["payload_bytes"] / cell["submit"]["median_s"] / 1e9)
 
