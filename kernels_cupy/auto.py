@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from kernels_cupy import CACHE
-from kernels_cupy.copy_engine import CopyEngine, count_descriptors
+from kernels_cupy.copy_engine import CopyEngine, count_descriptors, joined_items
 from kernels_cupy.jobs import out_of_reach, runs_and_bytes
 from kernels_cupy.pieces import pieces
 from kernels_cupy.sm_copy import SmCopy
@@ -30,6 +30,7 @@ from refimpl.support import Refusal, support
 from refimpl.transfer import Transfer
 
 BUILT_IN = Path(__file__).with_name("h200.json")
+COARSE = 8  # shares of pages behind each other that are told apart
 BACKENDS: dict[str, Callable[[Setup], Backend]] = {"kernel": SmCopy, "direct": CopyEngine, "staged": Staged}
 
 
@@ -94,9 +95,18 @@ class Auto:
         return sorted(found, key=lambda candidate: candidate.seconds)
 
     def execute(self, plan: Plan, layers: tuple[int | None, ...], items: Items, direction: str) -> Receipt:
-        chosen = choice(self.candidates(plan, layers, items, direction))
+        chosen = self.chosen(plan, layers, items, direction)
         receipt = self._backends[chosen].execute(plan, layers, items, direction)
         return replace(receipt, path=f"auto: {receipt.path}")
+
+    def chosen(self, plan: Plan, layers: tuple[int | None, ...], items: Items, direction: str) -> str:
+        """Made once for transfers that are about as large and as scattered: it takes longer than submitting them."""
+        joined = COARSE * joined_items(items) // max(len(items), 1)
+        sides = tuple(pages.side for pages in items.unchecked)
+        key = "auto", layers, direction, len(items).bit_length(), joined, sides
+        if key not in plan.derived:
+            plan.derived[key] = choice(self.candidates(plan, layers, items, direction))
+        return plan.derived[key]
 
     def close(self) -> None:
         for backend in self._backends.values():
@@ -188,4 +198,4 @@ def explain(transfer: Transfer) -> str:
         else f"{c.backend:7} {nbytes / c.seconds / 1e9:5.1f} GB/s predicted"
         for c in found
     ]
-    return "\n".join([*lines, f"choice: {choice(found)}"])
+    return "\n".join([*lines, f"choice: {backend.chosen(plan, layers, transfer.items, transfer.direction)}"])

@@ -86,12 +86,19 @@ def descriptors(plan: Plan, layers: tuple[int | None, ...], items: Items) -> Des
     return device_addresses(plan.registrations, host), device, nbytes
 
 
+def joined_items(items: Items) -> int:
+    """How many items lie right behind the one before them on both sides; none that are known while lists are unread."""
+    if items.unchecked:
+        return 0
+    if "joined" not in items.placed:
+        host, device = items.checked()
+        items.placed["joined"] = int(np.count_nonzero((np.diff(host) == 1) & (np.diff(device) == 1)))
+    return items.placed["joined"]
+
+
 def count_descriptors(plan: Plan, layers: tuple[int | None, ...], items: Items) -> int:
     """How many there will be, or nearly: without making them."""
-    joined = 0
-    if not items.unchecked:
-        host, device = items.checked()
-        joined = int(np.count_nonzero((np.diff(host) == 1) & (np.diff(device) == 1)))
+    joined = joined_items(items)
     return sum(
         job.runs_per_item * len(items)
         - (joined * len(job.host.starts) if job.run == job.host.page == job.device.page else 0)
