@@ -119,6 +119,7 @@ class Engine:
         self.cache = PrefixCache(self.controller, policy, tiny.windows)
         self.runtime = self.controller.runtime
         if isinstance(self.runtime, QueueRuntime):
+            self.runtime.synchronize()  # what engines before have left there would make other orders
             self.runtime.reseed(seed)
         self.pools, self.producer = self.stack.device, None
         self.acks: list[Ack] = []  # of all transfers that have arrived

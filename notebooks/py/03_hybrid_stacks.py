@@ -692,6 +692,7 @@ print("all claims hold")
 # ## Where to go next
 #
 # - [02_transfers](02_transfers.ipynb): what a pool of a stack moves, and in which runs.
+# - [05_kl_multiturn](05_kl_multiturn.ipynb): what a model says after its prefix was on the host, and what a fault does to that.
 # - [07_fast_paths](07_fast_paths.ipynb): how a GPU moves it, and how fast.
 # - `refimpl/controller.py`: the order. `verify/conformance/`: the checks, for a controller of your own, and more faults.
 # - `refimpl/hooks.py`: every step that can be held, delayed or made to fail.
