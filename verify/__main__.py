@@ -1,4 +1,4 @@
-"""python -m verify run | report | mutants."""
+"""python -m verify run | report | mutants | adapter | check-report."""
 
 import sys
 

@@ -7,8 +7,6 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tqdm import tqdm
-
 if TYPE_CHECKING:
     from verify.bench.report import Content
     from verify.notebooks import Result
@@ -23,6 +21,10 @@ def main(argv: list[str] | None = None) -> int:
         from verify import mutants
 
         return mutants.main(argv[1:])
+    if argv[:1] in (["adapter"], ["check-report"]):
+        from verify.adapters import command
+
+        return {"adapter": command.adapter, "check-report": command.check_report}[argv[0]](argv[1:])
     args = _parser().parse_args(argv)
     return args.command(args)
 
@@ -33,6 +35,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = options.Parser(prog="python -m verify", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     commands.add_parser("mutants", help="how strong the suite is: every built-in fault must be caught")
+    commands.add_parser("adapter", help="check an implementation against the golden vectors")
+    commands.add_parser("check-report", help="verify the report of an implementation")
     run_parser = commands.add_parser("run", help="execute the notebooks, measure and print the matrix")
     options.add(run_parser)
     run_parser.add_argument(
@@ -50,6 +54,8 @@ def _parser() -> argparse.ArgumentParser:
 
 def run(args: argparse.Namespace) -> int:
     """Notebooks, then the matrix; results.json and index.html in the output folder."""
+    from tqdm import tqdm
+
     from verify import notebooks
     from verify.bench import measure, options, results
     from verify.bench import report as tables
@@ -75,6 +81,8 @@ def run(args: argparse.Namespace) -> int:
 
 def report(args: argparse.Namespace) -> int:
     """report.html in the output folder, and its counts."""
+    from tqdm import tqdm
+
     from verify import report as support_report
 
     found = list(tqdm(support_report.entries(), desc="support", total=support_report.count(), unit="cell"))

@@ -11,10 +11,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import numba
-import psutil
-import torch
-
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -23,15 +19,19 @@ def provenance(command: list[str], seed: int, commit: str | None = None) -> dict
 
     commit  outside a checkout: that of the clean tree from which this is a copy
     """
-    status = _git("status", "--porcelain")
+    import numba
+    import psutil
+    import torch
+
+    status = git("status", "--porcelain")
     clean_copy = status is None and commit is not None
     return {
-        "commit": commit if clean_copy else _git("rev-parse", "HEAD"),
+        "commit": commit if clean_copy else git("rev-parse", "HEAD"),
         "dirty": False if clean_copy else None if status is None else bool(status),
         "command": command,
         "seed": seed,
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
-        "cpu": _cpu_model(),
+        "cpu": cpu_model(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "memory_bytes": psutil.virtual_memory().total,
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
@@ -46,7 +46,7 @@ def command_line(module: str) -> list[str]:
     return ["python", "-m", module, *sys.argv[1:]]
 
 
-def _git(*arguments: str) -> str | None:
+def git(*arguments: str) -> str | None:
     try:
         done = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
@@ -54,7 +54,7 @@ def _git(*arguments: str) -> str | None:
     return done.stdout.strip()
 
 
-def _cpu_model() -> str:
+def cpu_model() -> str:
     """The processor's name; Linux tells it in a file only."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()

@@ -33,9 +33,9 @@ Json = dict[str, Any]
 class Pools:
     """Both sides of a geometry in a layout, to be filled or poisoned."""
 
-    def __init__(self, geometry: Geometry, layout: str, backend: str = "torch") -> None:
+    def __init__(self, geometry: Geometry, layout: str, backend: str = "torch", platform: str | None = None) -> None:
         self.geometry, self.spec = geometry, geometry.spec
-        self.host = HostPool(geometry.spec, layout, geometry.host_pages, backend)
+        self.host = HostPool(geometry.spec, layout, geometry.host_pages, backend, platform=platform)
         self.device = DevicePool(geometry.spec, geometry.device_pages)
 
     def prepare(self, direction: str) -> None:

@@ -1,0 +1,60 @@
+"""`python -m verify adapter` and `python -m verify check-report`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from verify.adapters import isolated, report, runner, suite
+from verify.adapters.protocol import SHIPPED, VARIABLE, Loaded, NoAdapter, load
+
+SHOWN = 10  # failures that are printed
+
+
+def adapter(argv: Sequence[str]) -> int:
+    """Run the golden vectors against an implementation. Exit code: 0, 1 where it is wrong, 2 without an adapter."""
+    parser = argparse.ArgumentParser(prog="python -m verify adapter", description=adapter.__doc__)
+    what = f"module:object, or {', '.join(SHIPPED)}; default: the environment's {VARIABLE}"
+    parser.add_argument("name", nargs="?", metavar="ADAPTER", help=what)
+    parser.add_argument("--adapter", metavar="ADAPTER", help="the same")
+    parser.add_argument("--family", nargs="+", choices=suite.families(), metavar="FAMILY", help="default: all of them")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="write report.json, index.html and badge.svg")
+    parser.add_argument("--same-process", action="store_true", help="for debuggers; a crash ends it")
+    options = parser.parse_args(argv)
+    groups = [*suite.groups(options.family)]
+    try:
+        loaded, results = _results(options.name or options.adapter, groups, options.same_process)
+    except NoAdapter as error:
+        print(error, file=sys.stderr)
+        return 2
+    stale = runner.stale(loaded, [outcome for _, _, outcome in results])
+    content = report.as_json(loaded, results, stale)
+    failures = [outcome.message for _, _, outcome in results if outcome.status == "failed"]
+    print(*failures[:SHOWN], sep="\n", end="\n" if failures else "")
+    print(*content["diagnosis"], *(f"stale: {line}" for line in stale), sep="\n", end="\n" if failures or stale else "")
+    print(f"{loaded.name}: " + ", ".join(f"{number} {status}" for status, number in content["counts"].items()))
+    if options.out:
+        report.write(options.out, content)
+        print(f"{options.out / 'index.html'}: the same as a page; report.json can be submitted")
+    return int(bool(failures or stale or not content["counts"]["passed"]))
+
+
+def _results(name: str | None, groups: Sequence[suite.Group], same_process: bool) -> tuple[Loaded, report.Results]:
+    if same_process or not isolated.can_isolate():
+        loaded = load(name)
+        return loaded, [*runner.run(loaded, groups)]
+    child = isolated.Isolated(name)
+    return child.adapter, [*child.run(groups)]
+
+
+def check_report(argv: Sequence[str]) -> int:
+    """Verify a submitted report: whole, of these vectors, and every case with the right bytes. Exit code: 0 or 1."""
+    parser = argparse.ArgumentParser(prog="python -m verify check-report", description=check_report.__doc__)
+    parser.add_argument("file", type=Path, metavar="FILE")
+    options = parser.parse_args(argv)
+    found = [*report.problems(options.file)]
+    print(*found[:SHOWN], sep="\n", end="\n" if found else "")
+    print(f"{options.file}: " + (f"{len(found)} problems" if found else f"verified, {report.coverage(options.file)}"))
+    return int(bool(found))
