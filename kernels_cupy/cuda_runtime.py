@@ -124,6 +124,9 @@ class CudaRuntime:
     def joined(self, lists: Sequence[torch.Tensor]) -> torch.Tensor:
         return torch.cat([indices.to(torch.int64) for indices in lists])
 
+    def found(self, look_up: Callable[[], torch.Tensor], count: int) -> torch.Tensor:
+        return look_up()
+
     def holds(self, tensor: torch.Tensor) -> bool:
         return tensor.is_cuda
 

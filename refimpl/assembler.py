@@ -150,7 +150,7 @@ def build_stack(
     """
     _require_numbers(device_pages, host_ratio, host_bytes)
     specs = _specs(model, tp, page_size)
-    wrapped = dict(device or {})
+    wrapped = _wrapped(device)
     pairs = _pairs(specs, layout, backend, pools or {})
     platform = platform or _platform(pairs, wrapped)
     _require_supported(specs, pairs, platform, profile)
@@ -240,10 +240,14 @@ def _pairs(specs: Specs, layout: str, backend: str, chosen: Pairs) -> dict[str, 
     return default | dict(chosen)
 
 
-def _platform(pairs: Pairs, wrapped: Mapping[str, DevicePool]) -> str:
-    for name, pool in wrapped.items():
+def _wrapped(device: Mapping[str, DevicePool] | None) -> dict[str, DevicePool]:
+    for name, pool in (device or {}).items():
         if not isinstance(pool, DevicePool):
             raise TypeError(f"device={{{name!r}: …}} must be a DevicePool (DevicePool.wrap makes one), got {pool!r}")
+    return dict(device or {})
+
+
+def _platform(pairs: Pairs, wrapped: Mapping[str, DevicePool]) -> str:
     on_gpu = any(pool.device.type == "cuda" for pool in wrapped.values())
     only_cuda = any("cpu" not in BACKENDS.get(backend, ("cpu",)) for _, backend in pairs.values())
     return "cuda" if on_gpu or (only_cuda and not wrapped and torch.cuda.is_available()) else "cpu"

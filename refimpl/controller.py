@@ -194,7 +194,7 @@ class Controller(Queues):
         if not isinstance(slots, Window):
             return slots
         if slots not in batch.looked_up:
-            found = batch.looked_up[slots] = slots.slots()
+            found = batch.looked_up[slots] = self._looked_up(slots)
             if self.runtime.holds(found):
                 told = self.runtime.download(stream, found)
                 batch.verdicts.append(partial(require_rows, slots, told))
@@ -244,10 +244,10 @@ class Controller(Queues):
 
     def _settle(self, batch: Batch) -> list[Ack]:
         self._await(batch)
+        for verdict in batch.verdicts:
+            batch.judge(verdict)
         for receipt in (r for receipts in batch.receipts.values() for r in receipts):
             batch.attempt(receipt.wait)
-        for verdict in batch.verdicts:
-            batch.attempt(verdict)
         batch.attempt(partial(self._require_complete, batch))
         batch.attempt(partial(self.hooks.reached, f"{batch.direction} acknowledge"))
         if batch.error and batch.producer is not None:

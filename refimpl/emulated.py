@@ -164,8 +164,12 @@ class QueueRuntime:
         return copy
 
     def joined(self, lists: Sequence[torch.Tensor]) -> torch.Tensor:
-        found = self.empty(8 * sum(map(torch.Tensor.numel, lists))).view(torch.int64)
-        self.submit(lambda: torch.cat([indices.to(torch.int64) for indices in lists], out=found))
+        count = sum(map(torch.Tensor.numel, lists))
+        return self.found(lambda: torch.cat([indices.to(torch.int64) for indices in lists]), count)
+
+    def found(self, look_up: Callable[[], torch.Tensor], count: int) -> torch.Tensor:
+        found = self.empty(8 * count).view(torch.int64)
+        self.submit(lambda: found.copy_(look_up()))
         return found
 
     def holds(self, tensor: torch.Tensor) -> bool:

@@ -172,9 +172,20 @@ class Queues:
             full = self._as_it_is_now(indices.full)
             assert isinstance(full, torch.Tensor)
             return replace(indices, full=full)
-        slots = indices.slots().cpu()
+        slots = self._looked_up(indices)
+        if self.runtime.holds(slots):
+            slots = self.runtime.download(self.runtime.current(), slots)
+            self.runtime.record(self.runtime.current()).synchronize()
         require_rows(indices, slots)
         return slots
+
+    def _looked_up(self, window: Window) -> torch.Tensor:
+        """Slots of a window as its table stands now, in order of the caller's stream if that lies on the device."""
+        if not self.runtime.holds(window.full):  # of a list that does, the rows that are missing tell it later
+            window.require_inside()
+        if self.runtime.holds(window.full) or self.runtime.holds(window.mapping):
+            return self.runtime.found(window.slots, window.numel())
+        return window.slots()
 
     def _holds(self, indices: torch.Tensor | Window | None) -> bool | None:
         indices = indices.full if isinstance(indices, Window) else indices

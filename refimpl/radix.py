@@ -224,7 +224,8 @@ class PrefixCache:
         for name, given in slots.items():
             allocator = self.controller.stack.device_slots[name]
             allocator.require_allocated(given)
-            whole = given[: len(given) - len(given) % allocator.page_size]
+            rest = given[-1:] + torch.arange(1, -len(given) % allocator.page_size + 1)  # of the last page
+            whole = torch.cat([given, rest])
             check(whole, allocator.page_size, allocator.num_pages, f"pool {name!r}:", unique=True)
 
     def _adopt(

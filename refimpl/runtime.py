@@ -103,6 +103,10 @@ class Runtime(Protocol):
         """Index lists in device memory as one of int64, complete in order of the caller's stream."""
         ...
 
+    def found(self, look_up: Callable[[], torch.Tensor], count: int) -> torch.Tensor:
+        """So many int64 numbers that torch looks up in device memory, complete in order of the caller's stream."""
+        ...
+
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor lies in device memory."""
         ...

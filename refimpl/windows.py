@@ -36,14 +36,17 @@ class Window:
     def numel(self) -> int:
         return self.full.numel()
 
+    def require_inside(self) -> None:
+        """`ValueError` for a slot that the table does not have."""
+        outside = self.full[(self.full < 0) | (self.full >= len(self.mapping))]
+        if len(outside):
+            raise ValueError(f"slot {outside[0].item()} is outside the table of {len(self.mapping)} slots")
+
     def slots(self) -> torch.Tensor:
-        """Slots of the window pool now, where the table lies. The host does not wait for a table on a GPU."""
+        """Slots of the window pool now, where the table lies; outside of it there is no row. A host does not wait."""
         full = self.full.to(torch.int64)
         inside = (full >= 0) & (full < len(self.mapping))
-        if not full.is_cuda and not inside.all():
-            slot = full[~inside][0].item()
-            raise ValueError(f"slot {slot} is outside the table of {len(self.mapping)} slots")
-        full = torch.where(inside, full, 0)  # a list on a GPU: told later, by the row that it does not have
+        full = torch.where(inside, full, 0)
         if self.mapping.is_cuda and not full.is_cuda:
             full, inside = (t.pin_memory().to(self.mapping.device, non_blocking=True) for t in (full, inside))
         return torch.where(inside, self.mapping[full], 0).to(torch.int64)

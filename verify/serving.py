@@ -152,20 +152,53 @@ class Serving:
 
     def insert(self, tokens: Sequence[int], only: dict[str, int] | None = None) -> bool:
         """Compute a prefix and remember it; False when there is no room. `only`: for so many tokens at the end."""
+        slots = self._compute(tokens, {name: (only or {}).get(name, len(tokens)) for name in self.owners})
+        if slots is None:
+            return False
+        self._give_back(self.cache.insert(tokens, slots))
+        return True
+
+    def extend(self, tokens: Sequence[int]) -> bool:
+        """Go on behind what there is of a prefix, and remember all of it, by the slots of its match and its own."""
+        match = self.cache.match(tokens)
+        if not self.load_back(match):
+            return False
+        self.start_loading()
+        self.cache.use(match)
+        own = self._compute(tokens, dict.fromkeys(self.owners, len(tokens) - match.length))
+        before = {name: self._tail(match, name) for name in self.owners}
+        gone = len(before[self.cache.anchor]) < match.length  # with a load that failed while room was made
+        if own is not None and not gone:
+            slots = {name: s if name in self.states else torch.cat([before[name], s]) for name, s in own.items()}
+            own = self.cache.insert(tokens, slots)
+            self.require_not_in_the_tree(own)
+            self.counts["prefixes extended"] += bool(match.length)
+        self.cache.release(match)
+        self._give_back(own or {})
+        return own is not None and not gone
+
+    def _compute(self, tokens: Sequence[int], counts: dict[str, int]) -> dict[str, torch.Tensor] | None:
+        """Slots of so many tokens at the end, and the state behind them; None, and nothing is taken: no room."""
         slots: dict[str, torch.Tensor] = {}
         for name in self.owners:
-            count = 1 if name in self.states else (only or {}).get(name, len(tokens))
+            count = 1 if name in self.states else counts[name]
             found = self._take(name, count if name in self.states else -(-count // self.page_size) * self.page_size)
             if found is None:
                 self._give_back(slots)
-                return False
+                return None
             self._write(name, found, self._ends(name, tokens, count))
-            slots[name] = found
-        given = {
-            name: s if name in self.states else s[: (only or {}).get(name, len(tokens))] for name, s in slots.items()
-        }
-        self._give_back(self.cache.insert(tokens, given))
-        return True
+            slots[name] = found[:count]
+        return slots
+
+    @staticmethod
+    def _tail(match: Match, name: str) -> torch.Tensor:
+        """Device slots of a pool at the end of a match, without a gap."""
+        parts = [torch.empty(0, dtype=torch.int64)]
+        for node in reversed(match.nodes):
+            parts.insert(0, node.device.get(name, parts[-1]))
+            if len(parts[0]) < len(node.key):
+                break
+        return torch.cat(parts)
 
     def read(self, tokens: Sequence[int], keep: bool = False) -> Match | None:
         """Let a request read what there is of a prefix, layer by layer. The match, in use if `keep`; None: nothing."""
@@ -288,6 +321,14 @@ class Serving:
             taken = (allocator.reserved + leaving) * allocator.page_size
             assert len(every) + allocator.available_size() + taken == allocator.size, f"{side} slots of {name}"
             assert allocator._used[np.array(every, np.int64) // allocator.page_size].all(), f"{side} slots of {name}"
+
+    def require_not_in_the_tree(self, slots: dict[str, torch.Tensor]) -> None:
+        """Of slots that the tree did not take: whoever frees them must not free its."""
+        for name, some in slots.items():
+            unit = self.stack.specs[name].page_size
+            held = [node.device[name] for node in self.cache.root.subtree() if name in node.device]
+            both = torch.isin(some // unit, torch.cat([*held, some[:0]]) // unit)
+            assert not both.any(), f"the tree gives slots of {name} back and keeps them: {some[both].tolist()}"
 
     # ---- details
 

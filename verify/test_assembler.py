@@ -317,6 +317,50 @@ def test_sizes_that_are_missing_or_come_to_nothing_are_refused(options: dict[str
     assert memory.asked == 0
 
 
+PAIR = r"pools={'c128': \(layout, backend\)} is two names"
+V4 = STACKS["v4"](P)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "told"),
+    [
+        ({"device_pages": True}, TypeError, "device_pages must be a whole number.*; got True"),
+        ({"device_pages": 8.0}, TypeError, "device_pages must be a whole number.*; got 8.0"),
+        ({"device_pages": "8"}, TypeError, "device_pages must be a whole number.*; got '8'"),
+        ({"device_pages": {"kv": 4.0, "swa": 4}}, TypeError, "one for each pool by name; got {'kv': 4.0, 'swa': 4}"),
+        ({"device_pages": {"kv": 4, "swa": True}}, TypeError, "one for each pool by name; got {'kv': 4, 'swa': True}"),
+        ({"host_bytes": 1e6}, TypeError, "host_bytes must be a whole number of bytes, got 1000000.0"),
+        ({"host_bytes": "9000"}, TypeError, "host_bytes must be a whole number of bytes, got '9000'"),
+        ({"host_bytes": True}, TypeError, "host_bytes must be a whole number of bytes, got True"),
+        ({"host_ratio": float("nan")}, ValueError, "host_ratio must be a number of host pages .*, got nan"),
+        ({"host_ratio": float("inf")}, ValueError, "host_ratio must be a number of host pages .*, got inf"),
+        ({"host_ratio": "2"}, ValueError, "host_ratio must be a number of host pages .*, got '2'"),
+        ({"pools": {"c128": "page_first"}}, TypeError, f"{PAIR}, got 'page_first'"),
+        ({"pools": {"c128": "pf"}}, TypeError, f"{PAIR}, got 'pf'"),
+        ({"pools": {"c128": ("page_first",)}}, TypeError, PAIR),
+        ({"pools": {"c128": ["page_first", "torch"]}}, TypeError, PAIR),
+        ({"pools": {"c128": ("page_first", None)}}, TypeError, PAIR),
+        ({"device": {"kv": None}}, TypeError, "device={'kv': …} must be a DevicePool .*, got None"),
+        ({"device": {"kv": V4["kv"]}}, TypeError, "device={'kv': …} must be a DevicePool .*, got PoolSpec"),
+        ({"model": list(V4.values())}, TypeError, r"a model's name or PoolSpecs by name, got \[PoolSpec"),
+        ({"model": V4["swa"]}, TypeError, "a model's name or PoolSpecs by name, got PoolSpec"),
+        ({"model": {"kv": "mha"}}, TypeError, "a model's name or PoolSpecs by name, got {'kv': 'mha'}"),
+        ({"model": None}, TypeError, "a model's name or PoolSpecs by name, got None"),
+    ],
+)
+@pytest.mark.parametrize("platform", [None, "cpu"])
+def test_what_is_of_the_wrong_kind_is_refused_by_name(
+    options: dict[str, Any], error: type[Exception], told: str, platform: str | None
+) -> None:
+    memory, budget = CountedMemory(), Budget(10**6)
+    asked: dict[str, Any] = {"model": V4, "device_pages": 4, "platform": platform, **options}
+    if "host_bytes" not in options:
+        asked.setdefault("host_ratio", 1)
+    with pytest.raises(error, match=told):
+        build_stack(**asked, memory=memory, budget=budget)
+    assert (memory.asked, budget.available) == (0, 10**6)
+
+
 def test_a_ratio_counts_pool_by_pool_and_rounds_down() -> None:
     pages = {"kv": 5, "swa": 3, "mamba": 9}
     with build_stack(STACKS["swa-mamba"](P), device_pages=pages, host_ratio=1.5) as stack:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -57,7 +58,7 @@ CASES = [
 
 @pytest.mark.parametrize(("check", "kind", "way"), CASES)
 def test_the_controller_passes(check: Check, kind: str, way: Way) -> None:
-    for seed in range(SEEDS[way[0]]):
+    for seed in range(SEEDS[way[0]] if getattr(check, "races", True) else 1):
         with Rig(Controller, kind, *way, seed=seed) as rig:
             check(rig)
 
@@ -74,9 +75,12 @@ PAIRS = [
 @pytest.mark.emulated
 @pytest.mark.parametrize(("fault", "check", "way"), PAIRS)
 def test_a_check_finds_a_fault(fault: Fault, check: Check, way: Way) -> None:
-    assert any(finding(fault, check, way, seed) for seed in range(TRIES)), (
-        f"{check.__name__} finds nothing wrong with {fault.make.__name__}"
-    )
+    said = set[str]()
+    for seed in range(TRIES):
+        said.add(finding(fault, check, way, seed))
+        if any(re.search(fault.says, each, re.DOTALL) for each in said):
+            return
+    pytest.fail(f"of {fault.make.__name__} {check.__name__} is to say {fault.says!r}, it says {said}")
 
 
 def finding(fault: Fault, check: Check, way: Way, seed: int) -> str:
@@ -90,6 +94,4 @@ def finding(fault: Fault, check: Check, way: Way, seed: int) -> str:
 
 
 def test_every_check_finds_some_fault() -> None:
-    """Without a GPU, but for what is about a GPU alone."""
-    tried = {check for fault in FAULTS for check in fault.checks}
-    assert {name_of(check) for check in set(CHECKS) - tried} == {"windows_of_a_table_on_the_device"}
+    assert set(CHECKS) == {check for fault in FAULTS for check in fault.checks}

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from refimpl.pool_group import PoolTransfer
 from refimpl.radix import Match, Node, PrefixCache, Ticket
 from verify.serving import SIDES, Serving
 
@@ -163,6 +164,74 @@ def test_slots_that_cannot_be_of_a_prefix_are_refused(slots: dict[str, int], tol
     assert tree(server.cache) == {}
 
 
+# Of slots of three pages, and what is said when they are given so. Of the last page two slots are enough to be told.
+SPOILT: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], str]] = {
+    "free": (lambda slots: torch.cat([slots[:8], torch.arange(8 * P, 9 * P)]), f"slot {8 * P} is not allocated"),
+    "outside": (lambda slots: torch.cat([slots[:8], slots[8:] + 4096]), "is outside the pool's 9 pages"),
+    "misaligned": (lambda slots: slots.roll(-1), "begins a page but is no multiple of 4"),
+    "misaligned at the end": (lambda slots: slots[[*range(8), 9, 10, 11, 8]], "begins a page but is no multiple of 4"),
+    "out of order": (lambda slots: slots[[0, 2, 1, *range(3, 12)]], "breaks its page"),
+    "out of order at the end": (lambda slots: slots[[*range(9), 10, 9, 11]], "breaks its page"),
+    "repeated": (lambda slots: torch.cat([slots[:4], slots[:8]]), "is written twice"),
+    "repeated at the end": (lambda slots: torch.cat([slots[:8], slots[:4]]), "is written twice"),
+}
+
+
+@pytest.mark.parametrize("tokens", [12, 10])
+@pytest.mark.parametrize("name", ["kv", "swa"])
+@pytest.mark.parametrize("how", SPOILT)
+def test_slots_that_are_no_pages_are_refused_and_the_tree_is_as_it_was(
+    how: str, name: str, tokens: int, make: Make
+) -> None:
+    server = make("swa", windows={"swa": 4})
+    saved(server, "ab")
+    before = sides(server.cache), tree(server.cache, lambda node: node.hits)
+    slots = {owner: server.stack.device_slots[owner].alloc(12) for owner in server.owners}
+    mine = {owner: some for owner, some in slots.items() if some is not None}
+    spoil, told = SPOILT[how]
+    given = {owner: (spoil(some) if owner == name else some)[:tokens] for owner, some in mine.items()}
+    with pytest.raises(ValueError, match=told):
+        server.cache.insert(pages("axy")[:tokens], given)
+    assert (sides(server.cache), tree(server.cache, lambda node: node.hits)) == before
+    for owner, some in mine.items():
+        server.stack.device_slots[owner].free(some)
+
+
+def test_whoever_goes_on_behind_a_match_gets_back_only_what_is_his_own(make: Make) -> None:
+    """He passes the slots of the match, which the tree has, and his own, of which it takes what it lacks."""
+    server = make()
+    assert server.insert(pages("abx"))
+    match = server.cache.match(pages("abc"))
+    own = server.stack.device_slots["kv"].alloc(8)
+    assert own is not None
+    slots = torch.cat([match.slots("kv"), own])
+    assert server.cache.insert([*pages("abc"), 7], {"kv": slots[:13]})["kv"].tolist() == own[4:5].tolist()
+    server._write("kv", own[:4], server._ends("kv", pages("abc"), 4))
+    again = server.stack.device_slots["kv"].alloc(4)
+    assert again is not None
+    left = server.cache.insert(pages("abc"), {"kv": torch.cat([match.slots("kv"), again])})
+    assert left["kv"].tolist() == again.tolist(), "somebody else was there before"
+    left = server.cache.insert(pages("abc"), {"kv": torch.cat([match.slots("kv"), own[:4]])})
+    assert left == {}, "all of them are the tree's"
+    server.stack.device_slots["kv"].free(torch.cat([own[4:], again]))
+
+
+@pytest.mark.parametrize("kind", ["mha", "dsa", "swa", "swa-mamba", "v4"])
+@pytest.mark.parametrize("away", [False, True], ids=["on the device", "on the host"])
+def test_requests_go_on_behind_what_there_is(kind: str, away: bool, make: Make) -> None:
+    """Also behind what is still being loaded, and with nothing behind it."""
+    server = make(kind)
+    (sent_away if away else saved)(server, "ab", "abc")
+    for each in ("abd", "abcde", "abcde", "x"):
+        assert server.extend(pages(each))
+    assert server.extend([*pages("abd"), 7])
+    server.settle()
+    server.check_bytes()
+    server.check_slots()
+    assert set("abcdex") == set("".join(sides(server.cache)))
+    assert server.counts["prefixes extended"] == 4
+
+
 def test_a_prefix_comes_back_to_the_device_when_it_is_computed_again(make: Make) -> None:
     server = make()
     sent_away(server, "ab")
@@ -263,6 +332,33 @@ def test_a_full_host_does_not_give_up_what_leads_to_the_new(make: Make) -> None:
     for each in ("ab", "abe"):
         saved(server, each)
     assert sides(server.cache) == {"ab": "dh", "e": "d"}
+
+
+def test_the_host_is_asked_for_no_more_than_is_lacking(make: Make) -> None:
+    server = make(host_ratio=0.5)
+    saved(server, "a", "b", "c")
+    assert on(server, "host", "kv") == 1
+    saved(server, "de")
+    assert sides(server.cache) == {"a": "d", "b": "dh", "c": "dh", "de": "dh"}
+
+
+def test_who_evicts_keeps_what_others_are_to_be_told(make: Make) -> None:
+    """It waits for all that is under way, and somebody else's backup ends meanwhile."""
+    server = make(policy="write_back")
+    assert server.insert(pages("ab"))
+    slots = server.stack.device_slots["kv"].alloc(P)
+    operation = server.controller.write("somebody else", [PoolTransfer("kv", None, slots)])
+    assert operation is not None
+    server.controller.start_writing()
+    assert server.cache.evict("kv", P) == 2 * P
+    first, second = server.check()
+    assert (first.tag, first.tokens, second.tokens) == ("somebody else", {"kv": P}, {"kv": 2 * P})
+    assert server.check(wait=True) == []
+    host = operation.host_indices("kv")
+    assert slots is not None
+    assert host is not None
+    server.stack.device_slots["kv"].free(slots)
+    server.stack.host.anchor.free(host)
 
 
 # ---- windows and states
@@ -423,6 +519,14 @@ def test_without_room_nothing_is_loaded(make: Make) -> None:
     assert server.load_back(server.cache.match(pages("ab")))
 
 
+def test_room_is_made_for_what_is_lacking_and_no_more(make: Make) -> None:
+    server = make(device_pages=5)
+    sent_away(server, "ab")
+    saved(server, "c", "d", "e")
+    assert server.load_back(server.cache.match(pages("ab")))
+    assert sides(server.cache) == {"ab": "dh", "c": "h", "d": "dh", "e": "dh"}
+
+
 def test_one_pool_without_room_gives_back_what_the_others_had(make: Make) -> None:
     server = make("swa", windows={"swa": 99})
     sent_away(server, "ab")
@@ -503,6 +607,25 @@ def test_the_least_recently_used_goes_first_leaf_by_leaf(make: Make) -> None:
     while server.cache.evict_host("kv", P):
         order.append(list(sides(server.cache)))
     assert order[4:] == [["ab", "c", "e"], ["ab", "c"], ["ab"], []]
+
+
+@pytest.mark.parametrize("policy", ["write_through", "write_back"])
+def test_many_go_at_once_in_the_same_order(policy: str, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The least recently used first, leaves before what leads to them; and one call submits all their backups."""
+    server = make(policy=policy)
+    saved(server, "ab", "abc", "abd", "e")
+    for each in ("abd", "e", "abc"):
+        server.cache.match(pages(each))
+    passes, order, submitted = [], [], []
+    victims, drop, start = server.cache._victims, server.cache._drop, server.controller.start_writing
+    monkeypatch.setattr(server.cache, "_victims", lambda *asked: passes.append(asked) or victims(*asked))
+    monkeypatch.setattr(server.cache, "_drop", lambda node, *where: order.append(word(node)) or drop(node, *where))
+    monkeypatch.setattr(server.controller, "start_writing", lambda: submitted.append(start()))
+    assert server.cache.evict("kv", 4 * P) == 5 * P
+    assert order == ["d", "e", "c", "ab"]
+    assert len(passes) == 1
+    assert submitted == ([1] if policy == "write_back" else [])
+    assert sides(server.cache) == {"ab": "h", "c": "h", "d": "h", "e": "h"}
 
 
 def test_no_more_is_evicted_than_is_needed(make: Make) -> None:

@@ -38,6 +38,7 @@ WAYS = [
 GPU_WAYS = [("cuda", backend, layout) for platform, backend, layout in WAYS if platform == "emulated"]
 STEPS_IN_ALL = 10_000
 HAPPENED = ("backups that arrived", "loads that arrived", "prefixes read", "prefixes read while they arrived")
+HAPPENED += ("prefixes extended",)
 
 # Pages that differ in their middle: nodes are cut before such a page, not inside it.
 PAGES = ([0, 0, 0, 0], [0, 0, 1, 1])
@@ -77,6 +78,10 @@ def insert(run: Run, choose: Choose) -> None:
     whole = len(tokens) // 4 * 4
     tail: int = choose([whole, min(whole, 8)]) + len(tokens) % 4  # 8: the pages that have some of the window
     run.serving.insert(tokens, dict.fromkeys(run.serving.windows, tail))
+
+
+def extend(run: Run, choose: Choose) -> None:
+    run.serving.extend(choose(PREFIXES) + [7] * choose(range(3)))
 
 
 def match(run: Run, choose: Choose) -> None:
@@ -153,6 +158,7 @@ STEPS: dict[str, Callable[[Run, Choose], None]] = {
     step.__name__: step
     for step in (
         insert,
+        extend,
         match,
         load,
         read,
@@ -168,7 +174,8 @@ STEPS: dict[str, Callable[[Run, Choose], None]] = {
 }
 STEPS |= {step.__name__: step for step in (let_go, fail, reopen)}
 OFTEN = {
-    "insert": 8,
+    "insert": 6,
+    "extend": 6,
     "read": 6,
     "advance": 4,
     "check": 4,

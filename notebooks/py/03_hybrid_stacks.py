@@ -40,9 +40,9 @@ from matplotlib.patches import Rectangle
 
 from refimpl import DevicePool, HostPool, PoolTransfer, build_stack, oracle, presets, sizing
 from refimpl.controller import Controller, loads_by_layer
+from refimpl.emulated import HostQueue, QueuedEvent
 from refimpl.layer_done import SETS
 from refimpl.radix import POLICIES, PrefixCache
-from refimpl.emulated import HostQueue, QueuedEvent
 from verify.conformance import Rig, faults, ordering
 from verify.toys import STACKS
 

@@ -8,24 +8,30 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
+import numpy as np
 import torch
 
 from refimpl.layer_done import SETS
+from refimpl.operations import DESTINATION
 from refimpl.runtime import Stream
 from refimpl.support import DIRECTIONS
 from refimpl.windows import Window
-from verify.conformance.rig import PAGE, PAGES, Content, Rig, Seen, Slots, overlap
+from verify.conformance.rig import PAGE, PAGES, Content, Rig, Seen, Slots, cut, joined, overlap
 
 Check = Callable[[Rig], None]
 CHECKS: list[Check] = []
 Function = TypeVar("Function", bound=Check)
+Asked = dict[str, int]
 
 
-def check(*needs: str) -> Callable[[Function], Function]:
-    """Of stacks that have something of each kind ("states", "recurrent", "windows"), on "cuda" if that is named."""
+def check(*needs: str, races: bool = True) -> Callable[[Function], Function]:
+    """Of stacks that have something of each kind ("states", "recurrent", "windows"); "device": not on a CPU.
+
+    races  whether it depends on the order in which a device works: then it is worth another try
+    """
 
     def listed(function: Function) -> Function:
-        function.needs = needs  # type: ignore[attr-defined]
+        function.needs, function.races = needs, races  # type: ignore[attr-defined]
         CHECKS.append(function)
         return function
 
@@ -134,6 +140,34 @@ def check_backup_over_what_is_being_loaded(rig: Rig) -> None:
     rig.finish()
     rig.require_device("a load, and a backup over its host slots", target, stored)
     rig.require_host("a backup over host slots that were being loaded", host, content)
+
+
+@check()
+def check_a_backup_comes_after_every_load_of_its_slots(rig: Rig) -> None:
+    """Two are under way, and it is the later one that is late."""
+    slots, loads = [rig.take() for _ in range(2)], [rig.on_host(f"load {i}") for i in range(2)]
+    rig.load(loads[0][0], slots[0])
+    with rig.held("load"):
+        rig.load(loads[1][0], slots[1])
+        operation = rig.backup(joined(*slots))
+        rig.let_run()
+    rig.finish()
+    for host, (_, stored) in zip(cut(rig.slots_of("host", operation), 2), loads, strict=True):
+        rig.require_host("a backup of slots of two loads", host, stored)
+
+
+@check()
+def check_a_load_comes_after_every_backup_of_its_slots(rig: Rig) -> None:
+    hosts, backups = [rig.take("host") for _ in range(2)], [rig.on_device(f"backup {i}") for i in range(2)]
+    target = rig.take("device", 4)
+    rig.backup(backups[0][0], hosts[0])
+    with rig.held("backup"):
+        rig.backup(backups[1][0], hosts[1])
+        rig.load(joined(*hosts), target)
+        rig.let_run()
+    rig.finish()
+    for part, (_, content) in zip(cut(target, 2), backups, strict=True):
+        rig.require_device("a load of slots of two backups", part, content)
 
 
 @check()
@@ -258,7 +292,7 @@ def _require_for_nobody(rig: Rig, side: str, slots: Slots, why: str) -> None:
     rig.free(side, got)
 
 
-@check()
+@check(races=False)
 def check_one_list_for_both_sides(rig: Rig) -> None:
     """The caller may name the same numbers by the same tensor; slots are locked on either side."""
     taken = {side: rig.take(side, 4) for side in ("device", "host")}
@@ -274,7 +308,7 @@ def check_one_list_for_both_sides(rig: Rig) -> None:
     rig.require_device("a load by one list for both sides", both, stored)
 
 
-@check()
+@check(races=False)
 def check_loads_name_what_they_read(rig: Rig) -> None:
     before = rig.counts()
     slots = rig.take()
@@ -301,7 +335,7 @@ def check_slots_are_locked_once_for_each_operation(rig: Rig) -> None:
     rig.require_host("the second backup", rig.slots_of("host", second), content)
 
 
-@check()
+@check(races=False)
 def check_a_drop_gives_everything_back(rig: Rig) -> None:
     before = rig.counts()
     slots, _ = rig.on_device()
@@ -314,24 +348,200 @@ def check_a_drop_gives_everything_back(rig: Rig) -> None:
     assert rig.controller.start_loading() is None, "a load is submitted although it was dropped"
 
 
-@check()
-def check_lists_may_be_changed(rig: Rig) -> None:
-    """The caller's lists are his own again as soon as an operation is queued."""
-    slots, content = rig.on_device()
-    host = rig.take("host")
-    lists = [{name: slots.clone() for name, slots in side.items()} for side in (slots, host)]
-    rig.queue("backup", *lists)
-    _spoil(*lists)
+@check(races=False)
+def check_a_drop_leaves_the_others(rig: Rig) -> None:
+    """One of three in each direction is taken back, and its end is told as the failure that it is."""
+    backups, loads = ([make(f"{i} of three") for i in range(3)] for make in (rig.on_device, rig.on_host))
+    queued = {
+        "backup": [rig.queue("backup", slots, None, tag) for tag, (slots, _) in enumerate(backups)],
+        "load": [rig.queue("load", None, slots, tag) for tag, (slots, _) in enumerate(loads)],
+    }
+    for operations in queued.values():
+        rig.controller.drop(operations[1])
+    rig.controller.start_writing()
+    rig.controller.start_loading()
+    acks = rig.controller.acknowledge(wait=True)
+    rig.rest()
+    for direction in DIRECTIONS:
+        failed = {ack.tag: ack.error is not None for ack in acks if ack.direction == direction}
+        assert failed == {0: False, 1: True, 2: False}, f"{direction} 1 of 0, 1, 2 was dropped, failures are {failed}"
+    for tag in (0, 2):
+        host, device = rig.slots_of("host", queued["backup"][tag]), rig.slots_of("device", queued["load"][tag])
+        rig.require_host("a backup beside one that was dropped", host, backups[tag][1])
+        rig.require_device("a load beside one that was dropped", device, loads[tag][1])
+
+
+@check(races=False)
+def check_closing_drops_what_is_queued(rig: Rig) -> None:
+    """And waits for what is under way, whatever is held; all of it is told."""
+    before = rig.counts()
+    (slots, content), (host, _) = rig.on_device(), rig.on_host()
+    for step in ("backup copy", "backup relayout"):
+        rig.hold(step)
+    operation = rig.queue("backup", slots, None, "under way")
     rig.start("backup")
+    rig.queue("backup", slots, None, "queued")
+    rig.queue("load", None, host, "queued too")
+    rig.controller.close()
+    failed = {ack.tag: ack.error is not None for ack in rig.controller.acknowledge()}
+    right = {"under way": False, "queued": True, "queued too": True}
+    assert failed == right, f"a controller was closed, failures are {failed}"
+    rig.require_host("a backup that was under way", rig.slots_of("host", operation), content)
+    for side, mine in (("device", slots), ("host", host), ("host", rig.slots_of("host", operation))):
+        rig.free(side, mine)
+    assert rig.counts() == before, f"slots are lost with what was queued: {before} before, {rig.counts()} after"
+
+
+# ---- lists
+
+
+@check(races=False)
+def check_lists_may_be_changed(rig: Rig) -> None:
+    """The caller's lists are his own again as soon as an operation is queued, whatever their type."""
+    for dtype in (torch.int64, torch.int32):
+        slots, content = rig.on_device()
+        host = rig.take("host")
+        lists = [{name: slots.to(dtype, copy=True) for name, slots in side.items()} for side in (slots, host)]
+        rig.queue("backup", *lists)
+        _spoil(*lists)
+        rig.start("backup")
+        rig.finish()
+        rig.require_host(f"a backup whose {dtype} lists were changed after it was queued", host, content)
+        target = rig.take()
+        lists = [{name: slots.to(dtype, copy=True) for name, slots in side.items()} for side in (target, host)]
+        rig.queue("load", *lists)
+        rig.start("load")
+        _spoil(*lists)
+        rig.finish()
+        rig.require_device(f"a load whose {dtype} lists were changed after it was submitted", target, content)
+
+
+@check(races=False)
+def check_lists_may_be_dropped(rig: Rig) -> None:
+    """Nobody but the controller keeps them, and by the time that the copy runs their memory holds others."""
+    slots, content = rig.on_device()
+    host, target = rig.take("host"), rig.take()
+    for direction, device in (("backup", slots), ("load", target)):
+        memory = [{name: slots.numpy().copy() for name, slots in side.items()} for side in (device, host)]
+        rig.queue(direction, *_over(memory))
+        _spoil(*_over(memory))
+        rig.start(direction)
+        rig.finish()
+    rig.require_host("a backup whose lists were dropped", host, content)
+    rig.require_device("a load whose lists were dropped", target, content)
+
+
+def _over(memory: list[dict[str, np.ndarray]]) -> list[Slots]:
+    return [{name: torch.from_numpy(array) for name, array in side.items()} for side in memory]
+
+
+@check("device")
+def check_lists_on_the_device_are_read_in_order(rig: Rig) -> None:
+    """They are written just before an operation is queued and again just after; another stream submits it."""
+    slots, content = rig.on_device()
+    host, target = rig.take("host"), rig.take()
+    for direction, device in (("backup", slots), ("load", target)):
+        right = [{name: side[name] for name in rig.owners} for side in (device, host)]
+        wrong = [{name: slots.clone() for name, slots in side.items()} for side in right]
+        _spoil(*wrong)
+        lists = [{name: rig.on_the_device(slots) for name, slots in side.items()} for side in wrong]
+        release = rig.gate(rig.model) if rig.backend == "kernel" else None  # others read a list back: the host waits
+        _rewrite(rig, lists, right)
+        rig.queue(direction, *lists)
+        _rewrite(rig, lists, wrong)
+        with rig.runtime.on(rig.runtime.stream()):
+            rig.start(direction)
+        rig.let_run()
+        if release:
+            release()
+        rig.finish()
+    rig.require_host("a backup by lists on the device", host, content)
+    rig.require_device("a load by lists on the device", target, content)
+
+
+def _rewrite(rig: Rig, lists: list[Slots], new: list[Slots]) -> None:
+    for to, source in zip(lists, new, strict=True):
+        for name in to:
+            rig.rewrite(to[name], source[name])
+
+
+@check(races=False)
+def check_sources_may_be_named_twice(rig: Rig) -> None:
+    slots, content = rig.on_device()
+    host = cut(rig.slots_of("host", rig.backup(joined(slots, slots))), 2)
     rig.finish()
-    rig.require_host("a backup whose lists were changed after it was queued", host, content)
-    target = rig.take()
-    lists = [{name: slots.clone() for name, slots in side.items()} for side in (target, host)]
-    rig.queue("load", *lists)
+    for half in host:
+        rig.require_host("a backup of slots that are named twice", half, content)
+    device = cut(rig.slots_of("device", rig.load(joined(host[0], host[0]))), 2)
+    rig.finish()
+    for half in device:
+        rig.require_device("a load of slots that are named twice", half, content)
+
+
+@check(races=False)
+def check_nothing_to_do(rig: Rig) -> None:
+    """It is done, and acknowledged as such, also beside something."""
+    slots, content = rig.on_device()
+    before = rig.counts()
+    nothing = {name: some[:0] for name, some in slots.items()}
+    for other in (None, nothing):
+        rig.queue("backup", nothing, other, "nothing")
+        rig.queue("load", other, nothing, "nothing")
+    operation = rig.backup(slots)
     rig.start("load")
-    _spoil(*lists)
-    rig.finish()
-    rig.require_device("a load whose lists were changed after it was submitted", target, content)
+    moved = [sum(ack.bytes.values()) for ack in rig.finish() if ack.tag == "nothing"]
+    assert moved == [0] * 4, f"four operations have nothing to move, bytes told are {moved}"
+    rig.require_host("a backup beside two of nothing", rig.slots_of("host", operation), content)
+    rig.free("host", rig.slots_of("host", operation))
+    assert rig.counts() == before, "an operation of nothing keeps slots"
+
+
+@check(races=False)
+def check_refused_lists_keep_nothing(rig: Rig) -> None:
+    """Of several pools the last one's list is wrong: the others have been given slots by then."""
+    before = rig.counts()
+    for direction, side in (("backup", "device"), ("load", "host")):
+        slots = rig.take(side)
+        last = rig.owners[-1]
+        wrong = slots | {last: slots[last] + PAGES * PAGE}
+        try:
+            rig.ask(direction, *((wrong, None) if direction == "backup" else (None, wrong)))
+        except ValueError:
+            rig.free(side, slots)
+            assert rig.counts() == before, f"a {direction} is refused and keeps slots"
+            continue
+        raise AssertionError(f"a {direction} is accepted of slots that there are not")
+
+
+@check(races=False)
+def check_full_pools_are_reclaimed(rig: Rig) -> None:
+    """Whoever can make room is asked for what is lacking; if that is of no use, nothing is taken."""
+    for direction, side in (("backup", "host"), ("load", "device")):
+        source, content = rig.on_device() if direction == "backup" else rig.on_host()
+        lists = (source, None) if direction == "backup" else (None, source)
+        some = rig.take(side, 1)
+        taken = rig.all_that_is_left(side)
+        rig.free(side, some)
+        before = rig.counts()
+        asked: Asked = {}
+
+        def make_room(pool: str, lacking: int, of: tuple[str, Slots] = (side, taken), asked: Asked = asked) -> None:
+            asked[pool] = lacking
+            rig.free(of[0], {pool: of[1][pool]})
+
+        assert rig.ask(direction, *lists) is None, f"a {direction} finds slots in full pools"
+        assert rig.ask(direction, *lists, reclaim=lambda *of_no_use: None) is None, f"a {direction} finds slots"
+        assert rig.counts() == before, f"a {direction} finds no room and keeps slots"
+        operation = rig.ask(direction, *lists, reclaim=make_room)
+        lacks = {name: source[name].numel() // 2 for name in rig.owners}
+        assert asked == lacks, f"a {direction} lacks {lacks}, and room was asked for: {asked}"
+        assert operation is not None, f"a {direction} finds no slots although room was made"
+        rig.start(direction)
+        rig.finish()
+        if direction == "backup":
+            rig.require_host("a backup for which room was made", rig.slots_of("host", operation), content)
+        else:
+            rig.require_device("a load for which room was made", rig.slots_of("device", operation), content)
 
 
 def _spoil(*lists: Slots) -> None:
@@ -415,7 +625,7 @@ def check_whole_states(rig: Rig) -> None:
     rig.require_device("a whole state copied behind its load", {pool: copy[pool]}, stored)
 
 
-@check()
+@check(races=False)
 def check_layers_of_nobody_never_block(rig: Rig) -> None:
     """A pool's reader does not wait for layers that the pool does not own, nor a pass that depends on no load."""
     host, _ = rig.on_host()
@@ -432,7 +642,7 @@ def check_layers_of_nobody_never_block(rig: Rig) -> None:
     rig.finish()
 
 
-@check()
+@check(races=False)
 def check_layers_that_there_are_not(rig: Rig) -> None:
     for layer in (-1, rig.stack.num_layers):
         try:
@@ -479,7 +689,7 @@ def check_no_more_loads_than_sets_of_events(rig: Rig) -> None:
 @check("windows")
 def check_windows_as_they_were_queued(rig: Rig) -> None:
     """B27: slot 7 has row 2; that row is copied, though the table is zeroed or rebuilt meanwhile."""
-    for becomes in ("zero", "another"):
+    for becomes in ("another", "zero"):
         pool, full, mapping, rows = _window(rig)
         slots, content = rows["old"]
         operation = rig.queue("backup", {pool: Window(full, mapping, "queued")}, None)
@@ -509,18 +719,17 @@ def check_windows_as_they_run(rig: Rig) -> None:
     assert "no row in the window" in str(ack.error), f"an error that does not say what is wrong: {ack.error}"
 
 
-@check("windows", "cuda")
+@check("windows", "device")
 def check_windows_of_a_table_on_the_device(rig: Rig) -> None:
     """Engines keep it there: it is read in order of streams, and nobody waits."""
     pool, full, mapping, rows = _window(rig)
-    table, rebuilt = mapping.cuda(), mapping.cuda()
-    rebuilt[full] = rows["new"][0][pool].cuda()
-    zeroed = torch.zeros_like(rebuilt)
-    torch.cuda.synchronize()
-    for held in (False, rig.backend != "direct"):  # whose descriptors are made on the host: it has to wait
-        table.copy_(mapping)
+    rebuilt = mapping.clone()
+    rebuilt[full] = rows["new"][0][pool]
+    table = rig.on_the_device(mapping)
+    for held in (False, rig.backend not in ("direct", "auto")):  # whose descriptors may need the host to wait
+        rig.rewrite(table, mapping)
         release = rig.gate(rig.model) if held else None
-        table.copy_(rebuilt)
+        rig.rewrite(table, rebuilt)
         operation = rig.queue("backup", {pool: Window(full, table, "running")}, None)
         rig.start("backup")
         rig.let_run()
@@ -529,11 +738,17 @@ def check_windows_of_a_table_on_the_device(rig: Rig) -> None:
         rig.finish()
         host = {pool: rig.slots_of("host", operation)[pool]}
         rig.require_host("a window that was rebuilt on the device", host, rows["new"][1])
-    table.copy_(zeroed)
+    operation = rig.queue("backup", {pool: Window(full, table, "queued")}, None)
+    rig.rewrite(table, torch.zeros_like(mapping))
+    rig.start("backup")
+    rig.finish()
+    host = {pool: rig.slots_of("host", operation)[pool]}
+    rig.require_host("a window that was zeroed on the device after it was queued", host, rows["new"][1])
     rig.queue("backup", {pool: Window(full, table, "running")}, None)
     rig.start("backup")
     (ack,) = rig.controller.acknowledge(wait=True)
     assert isinstance(ack.error, ValueError), f"rows that were zeroed are copied: {ack}"
+    assert "no row in the window" in str(ack.error), f"an error that does not say what is wrong: {ack.error}"
 
 
 def _window(rig: Rig) -> tuple[str, torch.Tensor, torch.Tensor, dict[str, tuple[Slots, Content]]]:
@@ -562,9 +777,9 @@ def check_two_loads_of_the_same_slots(rig: Rig) -> None:
     rig.promptly(lambda: rig.controller.wait_until(rig.stack.num_layers - 1))
     seen = rig.see(slots, rig.model)
     tags = [ack.tag for ack in rig.finish()]
-    assert tags == [0, 1], f"loads 0 and 1 were queued, acknowledged were {tags}"
     rig.require("a reader behind two loads into the same slots", seen.rows, loads[1][1])
     rig.require_device("two loads into the same slots", slots, loads[1][1])
+    assert tags == [0, 1], f"loads 0 and 1 were queued, acknowledged were {tags}"
 
 
 @check()
@@ -577,11 +792,27 @@ def check_two_backups_to_the_same_slots(rig: Rig) -> None:
         rig.start("backup")
         rig.let_run()
     tags = [ack.tag for ack in rig.finish()]
-    assert tags == [0, 1], f"backups 0 and 1 were queued, acknowledged were {tags}"
     rig.require_host("two backups to the same slots", host, backups[1][1])
+    assert tags == [0, 1], f"backups 0 and 1 were queued, acknowledged were {tags}"
 
 
-@check()
+@check(races=False)
+def check_the_third_of_three_over_the_first(rig: Rig) -> None:
+    """A, B, and A again: it is not only the neighbour that counts."""
+    backups, loads = ([make(f"{i} of three") for i in range(3)] for make in (rig.on_device, rig.on_host))
+    hosts, targets = ([rig.take(side), rig.take(side)] for side in ("host", "device"))
+    for i in range(3):
+        rig.queue("backup", backups[i][0], hosts[i % 2])
+        rig.queue("load", targets[i % 2], loads[i][0])
+    rig.start("backup")
+    rig.start("load")
+    rig.finish()
+    for i in (1, 2):
+        rig.require_host("backups to A, B and A again", hosts[i % 2], backups[i][1])
+        rig.require_device("loads into A, B and A again", targets[i % 2], loads[i][1])
+
+
+@check(races=False)
 def check_disjoint_operations_are_merged(rig: Rig) -> None:
     backups = [rig.on_device(f"backup {i}") for i in range(3)]
     operations = [rig.queue("backup", slots, None, tag) for tag, (slots, _) in enumerate(backups)]
@@ -624,7 +855,7 @@ def check_loads_are_acknowledged_when_their_bytes_are_there(rig: Rig) -> None:
         rig.require_device("a load that was acknowledged", slots, stored)
 
 
-@check()
+@check(races=False)
 def check_steps_on_the_host_can_be_held(rig: Rig) -> None:
     """What is queued is not submitted, what has finished is not reported."""
     slots, content = rig.on_device()
@@ -662,7 +893,7 @@ class Broken(Exception):
     """The failure that a check asked for."""
 
 
-@check()
+@check(races=False)
 def check_backups_that_fail(rig: Rig) -> None:
     """At any step: it is reported, its slots are free again, the next one works."""
     slots, content = rig.on_device()
@@ -677,7 +908,7 @@ def check_backups_that_fail(rig: Rig) -> None:
         rig.require_host(f"a backup after one that failed at {step!r}", rig.slots_of("host", operation), content)
 
 
-@check()
+@check(races=False)
 def check_loads_that_fail(rig: Rig) -> None:
     """The same, and the host still has what it had; no consumer takes what has not come."""
     host, stored = rig.on_host()
@@ -713,6 +944,33 @@ def _require_refused(rig: Rig, step: str) -> None:
     raise AssertionError(f"a load fails at {step!r}, and a consumer of layer 0 goes on")
 
 
+@check(races=False)
+def check_a_failure_leaves_the_caller_his_slots(rig: Rig) -> None:
+    """Those that he gave are his; those that he freed meanwhile, of what was allocated, are free already."""
+    (device, _), (host, _) = rig.on_device(), rig.on_host()
+    given = {"backup": (device, rig.take("host")), "load": (rig.take(), host)}
+    for direction, lists in given.items():
+        before = rig.counts()
+        rig.hooks.fail(f"{direction} submit", Broken(f"{direction} submit"))
+        rig.queue(direction, *lists)
+        rig.start(direction)
+        _require_failed(rig, f"{direction} submit")
+        assert rig.counts() == before, f"a {direction} fails, and frees slots that are the caller's"
+    for direction, lists in {"backup": (device, None), "load": (None, host)}.items():
+        before, side = rig.counts(), DESTINATION[direction]
+        rig.hooks.fail(f"{direction} acknowledge", Broken(f"{direction} acknowledge"))
+        operation = rig.queue(direction, *lists)
+        rig.start(direction)
+        rig.free(side, rig.slots_of(side, operation))
+        try:
+            _require_failed(rig, f"{direction} acknowledge")
+        except ValueError as error:
+            raise AssertionError(f"a {direction} fails, and frees slots that were freed already: {error}") from error
+        assert rig.counts() == before, (
+            f"a {direction} fails whose slots were freed: {before} before, {rig.counts()} after"
+        )
+
+
 @check()
 def check_a_failure_lets_nothing_run_on(rig: Rig) -> None:
     """A load fails after its first layers were submitted: whoever gets its slots next is not overwritten by them."""
@@ -746,6 +1004,33 @@ def check_consumers_hear_of_every_batch(rig: Rig) -> None:
     _require_refused(rig, step)
     errors = [ack.error for ack in rig.controller.acknowledge(wait=True)]
     assert [bool(error) for error in errors] == [True, False], f"the first of two loads fails, what is told is {errors}"
+
+
+# ---- trees over a controller
+
+
+@check()
+def check_nodes_are_cut_while_they_are_saved(rig: Rig) -> None:
+    """B23: either part of a node gets its part of the backup."""
+    slots, content = rig.on_device("the prefix", 4)
+    cache = rig.tree(rig.controller)
+    tokens = range(4 * PAGE)
+    given = {name: slots[name] if slots[name].numel() == len(tokens) else slots[name][-1:] for name in rig.owners}
+    with rig.held("backup"):
+        cache.insert(tokens, given)
+        rig.start("backup")
+        cache.match(tokens[: 2 * PAGE])
+        rig.let_run()
+    cache.check(wait=True)
+    rig.rest()
+    nodes = [node for node in cache.root.subtree() if node.parent]
+    assert [len(node.key) for node in nodes] == [2 * PAGE] * 2, f"four pages cut in the middle are {nodes}"
+    for part, node in enumerate(nodes):
+        held = len(node.host.get(cache.anchor, ()))
+        assert held == 2 * PAGE, f"part {part} of a node that was cut has {held} host slots for {2 * PAGE} tokens"
+        half = Content(content.name, {place: rows.chunk(2)[part] for place, rows in content.rows.items()})
+        riders = [name for name in rig.stack.specs if rig.stack.owner(name) == cache.anchor]
+        rig.require_host(f"part {part} of a node that was cut", dict.fromkeys(riders, node.host[cache.anchor]), half)
 
 
 # ---- the host

@@ -17,6 +17,8 @@ from refimpl.backends import registry
 from refimpl.emulated import QueueRuntime
 from refimpl.hooks import Hold, Hooks
 from refimpl.operations import Ack, Operation
+from refimpl.queueing import Reclaim
+from refimpl.radix import PrefixCache
 from refimpl.runtime import Event, Stream
 from refimpl.support import DIRECTIONS
 from verify import fill
@@ -59,7 +61,7 @@ def features(specs: Mapping[str, PoolSpec]) -> dict[str, list[str]]:
 def fits(check: Callable[[Rig], None], kind: str, platform: str) -> bool:
     """Whether a stack has what a check is about, and its platform."""
     specs, needs = KINDS[kind](PAGE), getattr(check, "needs", ())
-    return all(platform == "cuda" if needed == "cuda" else features(specs)[needed] for needed in needs)
+    return all(platform != "cpu" if needed == "device" else features(specs)[needed] for needed in needs)
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,7 @@ class Seen:
 
 class Rig:
     """
-    make     a controller class, or whatever else makes one
+    make     a controller class, or whatever else makes one; its `tree`, if it has one, is the `PrefixCache` over it
     kind     of `KINDS`
     backend  of every pool that stores anything
     seed     of contents and of the order in which an emulated device works
@@ -105,7 +107,7 @@ class Rig:
         self.hooks, self.runtime = Hooks(), registry.runtime(platform)
         self.model, self.write_fence, self.load_fence, self._aside = (self.runtime.stream() for _ in range(4))
         self._gates: list[Callable[[], object]] = []
-        self._kept: list[object] = []
+        self._kept: list[Any] = []
         self._known: list[Content] = []
         if isinstance(self.runtime, QueueRuntime):
             self.runtime.reseed(seed)
@@ -113,6 +115,7 @@ class Rig:
         if not isinstance(self.runtime, QueueRuntime):
             self._vary(seed)
         self.controller = make(self.stack, self.hooks, self.write_fence, self.load_fence, self.runtime)
+        self.tree: type[PrefixCache] = getattr(make, "tree", PrefixCache)
         self.producer: int | None = None
         self._exits = ExitStack()
 
@@ -260,6 +263,20 @@ class Rig:
                 view[pages] = rows[..., first : first + view.shape[-1]].unflatten(2, view.shape[2:4])
                 first += view.shape[-1]
 
+    def on_the_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy in device memory, now."""
+
+        def copied() -> torch.Tensor:
+            return self.runtime.empty(tensor.nbytes).view(tensor.dtype).copy_(tensor)
+
+        self._kept.append(self._now(copied))
+        return self._kept[-1]
+
+    def rewrite(self, memory: torch.Tensor, tensor: torch.Tensor) -> None:
+        """Overwrite a list or a table in device memory, as work on the caller's stream."""
+        new = self.on_the_device(tensor)
+        self._submit(self.runtime.current(), lambda: memory.copy_(new))
+
     def host_bytes(self, slots: Slots) -> Bytes:
         found: Bytes = {}
         for name, component, layer in self.places(slots):
@@ -336,15 +353,28 @@ class Rig:
         return operation
 
     def queue(
-        self, direction: str, device: Mapping[str, Any] | None, host: Slots | None, tag: object = None
+        self, direction: str, device: Mapping[str, Any] | None, host: Mapping[str, Any] | None, tag: object = None
     ) -> Operation:
-        transfers = self.transfers(device, host)
-        call = self.controller.write if direction == "backup" else self.controller.load
-        operation = call(tag, transfers)
+        """Queue what is right, and finds room."""
+        try:
+            operation = self.ask(direction, device, host, tag)
+        except ValueError as error:
+            raise AssertionError(f"a {direction} is refused that is right: {error}") from error
         assert operation is not None, f"a {direction} finds no slots, there are enough"
         return operation
 
-    def transfers(self, device: Mapping[str, Any] | None, host: Slots | None) -> list[PoolTransfer]:
+    def ask(
+        self,
+        direction: str,
+        device: Mapping[str, Any] | None,
+        host: Mapping[str, Any] | None,
+        tag: object = None,
+        reclaim: Reclaim | None = None,
+    ) -> Operation | None:
+        call = self.controller.write if direction == "backup" else self.controller.load
+        return call(tag, self.transfers(device, host), reclaim)
+
+    def transfers(self, device: Mapping[str, Any] | None, host: Mapping[str, Any] | None) -> list[PoolTransfer]:
         """One for each pool that is named; riders take over what the pool has that they ride on."""
         named = {self.stack.owner(name) for name in (device or host or {})}
         found = []
@@ -461,6 +491,17 @@ class Rig:
             result = call()
         self._aside.synchronize()
         return result
+
+
+def joined(*parts: Slots) -> Slots:
+    """Slots of several as one list for each pool."""
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+
+def cut(slots: Slots, parts: int) -> list[Slots]:
+    """As many equal parts, in order."""
+    pieces = {name: some.chunk(parts) for name, some in slots.items()}
+    return [{name: piece[at] for name, piece in pieces.items()} for at in range(parts)]
 
 
 def overlap(mine: Slots, theirs: Slots) -> list[str]:

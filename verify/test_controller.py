@@ -1,0 +1,519 @@
+"""What a controller promises beside order: what is refused, what waiting costs, and that nothing is lost on the way.
+
+Order and lifetimes, which any controller must keep to, are in `conformance`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from refimpl import HostPool, HostPoolGroup, PoolTransfer, build_stack, presets
+from refimpl.controller import Controller
+from refimpl.hooks import Hooks
+from refimpl.layer_done import SETS
+from refimpl.operations import DESTINATION, Dropped
+from refimpl.runtime import Stuck
+from refimpl.support import DIRECTIONS
+from refimpl.windows import WHEN, Window
+from verify.conformance import Rig
+from verify.conformance.rig import PAGE, PAGES, cut, joined
+
+pytestmark = pytest.mark.ordering
+
+PAGE_1 = torch.arange(PAGE, 2 * PAGE)
+
+Way = tuple[str, str, str]
+EMULATED = {"direct": "page_first_direct", "kernel": "page_first", "staged": "page_first"}
+WAYS = [("cpu", "torch", "layer_first"), *(("emulated", backend, layout) for backend, layout in EMULATED.items())]
+every_way = pytest.mark.parametrize(
+    "way", [pytest.param(w, id=w[1], marks=[pytest.mark.emulated] * (w[0] == "emulated")) for w in WAYS]
+)
+every_direction = pytest.mark.parametrize("direction", DIRECTIONS)
+on_kernels = pytest.mark.parametrize("rig", [("emulated", "kernel", "page_first")], indirect=True, ids=["kernel"])
+
+
+@pytest.fixture
+def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
+    platform, backend, layout = getattr(request, "param", WAYS[0])
+    with Rig(Controller, "mha", platform, backend, layout) as rig:
+        yield rig
+
+
+def by_layer(way: Way) -> Way:
+    """With a layout that `staged` too loads layer by layer."""
+    return ("emulated", "staged", "page_first_direct") if way[1] == "staged" else way
+
+
+def locked(rig: Rig) -> bool:
+    held = [*rig.stack.device_slots.values(), *(rig.stack.host.pools[name]._slots for name in rig.owners)]
+    return any(bool(allocator._locks.any()) for allocator in held)
+
+
+# ---- waiting
+
+
+@every_way
+@every_direction
+def test_to_wait_for_what_is_held_is_to_be_stuck_and_nothing_has_ended(direction: str, way: Way) -> None:
+    with Rig(Controller, "mha", *way) as rig:
+        make, require = (
+            (rig.on_device, rig.require_host) if direction == "backup" else (rig.on_host, rig.require_device)
+        )
+        slots, content = make()
+        before = rig.counts()
+        for step in rig.steps(direction)[1:-1]:  # those in a stream
+            with rig.held(step):
+                operation = rig.backup(slots) if direction == "backup" else rig.load(slots)
+                for _ in range(2):
+                    with pytest.raises(Stuck, match="is something held"):
+                        rig.controller.acknowledge(wait=True)
+                    assert locked(rig)
+                    assert rig.counts() != before, "what was allocated is not free"
+                assert rig.acknowledged() == []
+            rig.finish()
+            assert not locked(rig)
+            to = rig.slots_of(DESTINATION[direction], operation)
+            require("what was held", to, content)
+            rig.free(DESTINATION[direction], to)
+            assert rig.counts() == before
+
+
+# ---- interrupts
+
+
+@every_way
+@pytest.mark.parametrize("step", ["backup submit", "load submit", "backup copy", "load copy", "load layer 1"])
+@pytest.mark.parametrize("several", [False, True], ids=["one batch", "several"])
+def test_an_interrupt_loses_nothing(step: str, several: bool, way: Way) -> None:
+    """The call is left in the middle; what it had taken from the queue has failed or has come."""
+    direction, where = step.split(" ", 1)
+    if where == "copy" and way[1] == "kernel":
+        step = f"{direction} relayout"  # its copies
+    with Rig(Controller, "mha", *by_layer(way)) as rig:
+        slots, content = rig.on_device() if direction == "backup" else rig.on_host()
+        before = rig.counts()
+        to = rig.take(DESTINATION[direction]) if several else None  # two of one destination are two batches
+        for tag in range(1 + several):
+            rig.queue(direction, *((slots, to) if direction == "backup" else (to, slots)), tag)
+        rig.hooks.fail(step, KeyboardInterrupt())
+        begin = rig.controller.start_writing if direction == "backup" else rig.controller.start_loading
+        with pytest.raises(KeyboardInterrupt):
+            begin()
+        acks = rig.controller.acknowledge(wait=True)
+        assert [ack.tag for ack in acks] == list(range(1 + several))
+        assert acks[0].error is not None
+        assert not locked(rig)
+        if to:
+            rig.free(DESTINATION[direction], to)
+        assert rig.counts() == before, "neither slots that were allocated nor the caller's are lost"
+        rig.rest()
+        operation = rig.backup(slots) if direction == "backup" else rig.load(slots)
+        rig.finish()
+        require = rig.require_host if direction == "backup" else rig.require_device
+        require("what comes next", rig.slots_of(DESTINATION[direction], operation), content)
+
+
+@every_way
+def test_an_interrupt_lets_nothing_run_on(way: Way) -> None:
+    """A load is left after its first layer was submitted; whoever gets its slots next is not overwritten."""
+    with Rig(Controller, "mha", *by_layer(way)) as rig:
+        operation = rig.queue("load", None, rig.on_host()[0])
+        rig.hooks.fail("load layer 1", KeyboardInterrupt())
+        with pytest.raises(KeyboardInterrupt):
+            rig.controller.start_loading()
+        (ack,) = rig.controller.acknowledge(wait=True)
+        assert ack.error is not None
+        slots = rig.slots_of("device", operation)
+        mine = rig.random_bytes("what the next owner wrote", slots)
+        rig.put(slots, mine)
+        rig.rest()
+        rig.require_device("slots that an interrupted load gave back", slots, mine)
+
+
+def test_an_interrupted_acknowledgement_is_made_up_for(rig: Rig) -> None:
+    slots, content = rig.on_device()
+    operations = [rig.queue("backup", slots, None, tag) for tag in range(2)]
+    rig.hooks.fail("backup acknowledge", KeyboardInterrupt())
+    rig.start("backup")
+    with pytest.raises(KeyboardInterrupt):
+        rig.controller.acknowledge(wait=True)
+    assert [(ack.tag, ack.error) for ack in rig.controller.acknowledge(wait=True)] == [(0, None), (1, None)]
+    for operation in operations:
+        rig.require_host("a backup", rig.slots_of("host", operation), content)
+    assert not locked(rig)
+
+
+# ---- what is refused
+
+
+@pytest.mark.parametrize("when", WHEN)
+@pytest.mark.parametrize("slot", [-1, -PAGE, PAGES * PAGE, 1 << 40])
+def test_slots_that_a_table_does_not_have_are_named(slot: int, when: Any) -> None:
+    """A negative one would be looked up from the end."""
+    with Rig(Controller, "swa-mamba", *WAYS[0]) as rig:
+        full, mapping = torch.arange(slot, slot + PAGE), rig.take("device", PAGES - 2)["swa"]
+        mapping = torch.cat([torch.zeros(PAGES * PAGE - len(mapping), dtype=torch.int64), mapping])
+        before, transfers = rig.counts(), [PoolTransfer("swa", None, Window(full, mapping, when))]
+        told = f"slot {slot} is outside the table of {PAGES * PAGE} slots"
+        if when == "queued":
+            with pytest.raises(ValueError, match=told):
+                rig.controller.write(1, transfers)
+        else:
+            assert rig.controller.write(1, transfers)
+            rig.start("backup")
+            (ack,) = rig.controller.acknowledge(wait=True)
+            assert isinstance(ack.error, ValueError)
+            assert told in str(ack.error)
+        assert rig.counts() == before
+
+
+REFUSED: dict[str, tuple[Callable[[Controller], object], str]] = {
+    "a wait for a pool": (lambda c: c.wait_until(0, "draft"), r"no pool 'draft' in this stack, it has \['kv'\]"),
+    "a wait for all of a pool": (lambda c: c.wait_for_all_of("draft"), "no pool 'draft'"),
+    "a layer below": (lambda c: c.wait_until(-1), r"no layer -1: the stack has layers 0\.\.2"),
+    "a layer above": (lambda c: c.wait_until(3), "no layer 3"),
+    "a layer of a pool": (lambda c: c.wait_until(3, "kv"), "no layer 3"),
+    "a load to come": (lambda c: c.set_consumer(0), "there is no load 0: 0 have begun"),
+    "a load below": (lambda c: c.set_consumer(-1), "there is no load -1"),
+    "a backup of a pool": (lambda c: c.write(1, [PoolTransfer("draft")]), r"no pools \['draft'\]"),
+    "a load of a pool": (lambda c: c.load(1, [PoolTransfer("draft")]), r"no pools \['draft'\]"),
+    "twice the same": (lambda c: c.load(1, [PoolTransfer("kv"), PoolTransfer("kv")]), "one transfer at a time"),
+    "a load of nothing": (lambda c: c.load(1, [PoolTransfer("kv", None, PAGE_1)]), "a load needs the host slots"),
+    "free host slots": (lambda c: c.load(1, [PoolTransfer("kv", PAGE_1)]), "slot 4 is not allocated"),
+    "free device slots": (lambda c: c.write(1, [PoolTransfer("kv", None, PAGE_1)]), "slot 4 is not allocated"),
+}
+
+
+@pytest.mark.parametrize(("call", "told"), REFUSED.values(), ids=REFUSED)
+def test_what_there_is_not_is_refused_by_name(call: Callable[[Controller], object], told: str, rig: Rig) -> None:
+    before = rig.counts()
+    with pytest.raises(ValueError, match=told):
+        call(rig.controller)
+    assert rig.counts() == before
+    assert not locked(rig)
+    assert rig.controller.start_loading() is None
+
+
+def test_a_pool_that_has_no_part_in_an_operation_is_named(rig: Rig) -> None:
+    operation = rig.queue("backup", rig.take(), None)
+    with pytest.raises(KeyError, match="pool 'draft' has no part in this backup, which moves"):
+        operation.host_indices("draft")
+
+
+# ---- dropping and closing
+
+
+@every_direction
+def test_what_was_dropped_or_submitted_cannot_be_dropped(direction: str, rig: Rig) -> None:
+    slots, _ = rig.on_device() if direction == "backup" else rig.on_host()
+    lists = (slots, None) if direction == "backup" else (None, slots)
+    before = rig.counts()
+    dropped = rig.queue(direction, *lists, "dropped")
+    rig.controller.drop(dropped)
+    assert rig.counts() == before
+    submitted = rig.queue(direction, *lists, "submitted")
+    rig.start(direction)
+    for operation in (dropped, submitted):
+        with pytest.raises(ValueError, match=f"'{operation.tag}' is not queued: it was submitted or dropped"):
+            rig.controller.drop(operation)
+    acks = {ack.tag: ack for ack in rig.controller.acknowledge(wait=True)}
+    assert isinstance(acks["dropped"].error, Dropped)
+    assert f"{direction} 'dropped' was dropped" in str(acks["dropped"].error)
+    assert not acks["dropped"].bytes
+    assert acks["submitted"].error is None
+    with pytest.raises(ValueError, match="is not queued"):
+        rig.controller.drop(submitted)
+    assert not locked(rig)
+
+
+@every_way
+def test_a_controller_may_be_left_in_the_middle_of_everything(way: Way) -> None:
+    """Steps are held, some operations are under way, some queued; each of them is told once."""
+    with Rig(Controller, "mha", *way) as rig:
+        (slots, content), (host, stored) = rig.on_device(), rig.on_host()
+        before, hooks = rig.counts(), Hooks()
+        with Controller(rig.stack, hooks, runtime=rig.runtime) as controller:
+            for step in (*rig.steps("backup"), *rig.steps("load"), "load layer 1"):
+                if "submit" not in step:
+                    hooks.hold(step)
+            backup = controller.write("backup", rig.transfers(slots, None))
+            load = controller.load("load", rig.transfers(None, host))
+            assert backup is not None
+            assert load is not None
+            controller.start_writing()
+            controller.start_loading()
+            hooks.hold("backup submit")
+            assert controller.write("queued", rig.transfers(slots, None))
+            assert controller.start_writing() == 0
+        controller.close()
+        acks = {ack.tag: ack.error for ack in controller.acknowledge()}
+        assert {tag: type(error) for tag, error in acks.items()} == {
+            "backup": type(None),
+            "load": type(None),
+            "queued": Dropped,
+        }
+        assert controller.acknowledge(wait=True) == []
+        assert not locked(rig)
+        rig.require_host("a backup under way", rig.slots_of("host", backup), content)
+        rig.require_device("a load under way", rig.slots_of("device", load), stored)
+        for side, operation in (("host", backup), ("device", load)):
+            rig.free(side, rig.slots_of(side, operation))
+        assert rig.counts() == before
+
+
+# ---- room
+
+
+def test_a_load_says_how_many_device_slots_it_lacks(rig: Rig) -> None:
+    host, _ = rig.on_host(pages=3)
+    mine = rig.take("device", PAGES - 1 - 2)  # page 0 is padding
+    asked: list[tuple[str, int]] = []
+
+    def make_room(pool: str, lacking: int) -> None:
+        asked.append((pool, lacking))
+        rig.free("device", cut(mine, PAGES - 3)[0])
+
+    assert rig.controller.load(1, rig.transfers(None, host), lambda *lacks: asked.append(lacks)) is None
+    assert rig.controller.load(1, rig.transfers(None, host), make_room)
+    assert asked == [("kv", PAGE)] * 2
+
+
+def test_a_group_says_how_many_host_slots_it_lacks() -> None:
+    spec = presets.mla(1, 8, torch.uint8, PAGE)
+    group, asked = HostPoolGroup([HostPool(spec, "page_first", 4)]), list[Any]()
+    taken = group.alloc(3 * PAGE)
+    assert taken is not None
+    assert group.alloc(3 * PAGE, reclaim=asked.append) is None
+    transfers = [PoolTransfer("kv", None, torch.arange(2 * PAGE))]
+    assert group.resolve(transfers, lambda *lacks: asked.append(lacks)) is None
+    assert asked == [2 * PAGE, ("kv", PAGE)]
+    assert group.resolve(transfers, lambda name, lacking: group.anchor.free(taken[:lacking]))
+    assert group.anchor.available_size() == 0
+
+
+# ---- lists in device memory
+
+
+@pytest.mark.emulated
+@pytest.mark.parametrize("seed", range(4))
+def test_lists_queued_on_one_stream_and_started_on_another_are_read_as_they_were(seed: int) -> None:
+    """The copy of a list is behind a stream that is held; who submits the backup is not."""
+    with Rig(Controller, "mha", "emulated", "kernel", "page_first", seed=seed) as rig:
+        slots, content = rig.on_device()
+        there = rig.on_the_device(torch.zeros_like(slots["kv"]))
+        release = rig.gate(rig.model)
+        rig.rewrite(there, slots["kv"])
+        operation = rig.queue("backup", {"kv": there}, None)
+        assert operation.listed is not None
+        rig.rewrite(there, torch.zeros_like(slots["kv"]))
+        with rig.runtime.on(rig.runtime.stream()):
+            rig.start("backup")
+        assert rig.acknowledged() == []
+        release()
+        rig.finish()
+        rig.require_host("a backup by a list on the device", rig.slots_of("host", operation), content)
+
+
+@pytest.mark.emulated
+@on_kernels
+def test_a_load_that_the_device_refuses_tells_its_consumers_once_it_is_acknowledged(rig: Rig) -> None:
+    """Before that nobody knows."""
+    host, _ = rig.on_host()
+    bad = rig.on_the_device(torch.full_like(host["kv"], PAGES * PAGE))
+    rig.queue("load", {"kv": bad}, host)
+    rig.start("load")
+    rig.controller.wait_until(0)
+    (ack,) = rig.controller.acknowledge(wait=True)
+    assert isinstance(ack.error, ValueError)
+    with pytest.raises(RuntimeError, match="layer 0 will not arrive, its load has failed: device index"):
+        rig.controller.wait_until(0)
+    rig.load(host)
+    rig.controller.wait_until(0)
+    rig.finish()
+
+
+# ---- layers
+
+
+@every_way
+def test_a_consumer_of_a_load_long_gone_passes(way: Way) -> None:
+    """Its events are another's by now, which is late, and fails. A producer is never the number of two loads."""
+    with Rig(Controller, "mha", *way) as rig:
+        loads, last = [rig.on_host(pages=1)[0] for _ in range(SETS + 2)], rig.stack.num_layers - 1
+        producers = []
+        for host in loads[:-1]:
+            rig.load(host)
+            producers.append(rig.producer)
+            rig.finish()
+        rig.hooks.fail("load layer 1", RuntimeError("told to fail"))
+        rig.load(loads[-1])
+        producers.append(rig.producer)
+        assert producers == list(range(SETS + 2))
+        for producer in producers[:2]:
+            rig.controller.set_consumer(producer)
+            rig.controller.wait_until(last)
+            assert rig.arrives(rig.see(rig.take("device", 1), rig.model))
+        rig.controller.set_consumer(producers[-1])
+        with pytest.raises(RuntimeError, match="has failed: told to fail"):
+            rig.controller.wait_until(0)
+        rig.controller.acknowledge(wait=True)
+
+
+@every_way
+def test_loads_that_do_not_merge_come_layer_by_layer_all_the_same(way: Way) -> None:
+    with Rig(Controller, "mha", *by_layer(way)) as rig:
+        slots, loads = rig.take("device", 3), [rig.on_host() for _ in range(2)]
+        thirds = cut(slots, 3)
+        rig.queue("load", joined(*thirds[:2]), loads[0][0])
+        rig.queue("load", joined(*thirds[1:]), loads[1][0])
+        with rig.held("load layer 1"):
+            rig.start("load")
+            assert [len(flight.operations) for flight in rig.controller._in_flight["load"]] == [1, 1]
+            rig.controller.wait_until(0)
+            seen = rig.see(joined(*thirds[1:]), rig.model, [0])
+            assert rig.arrives(seen), "a reader of layer 0 waits for layer 1"
+            rig.require("a reader of layer 0", seen.rows, loads[1][1])
+            assert rig.acknowledged() == []
+        rig.finish()
+        rig.require_device("two loads", joined(*thirds[1:]), loads[1][1])
+
+
+@every_way
+def test_a_load_brings_the_backups_with_it_that_it_must_come_after(way: Way) -> None:
+    """And they the loads before them: host to device, to the host, and to the device again, with one call."""
+    with Rig(Controller, "mha", *way) as rig:
+        (first, stored), (other, unrelated) = rig.on_host(), rig.on_device("another backup")
+        between, second, last = rig.take(), rig.take("host"), rig.take()
+        rig.queue("load", between, first, "load")
+        rig.queue("backup", between, second, "backup")
+        behind = rig.queue("backup", other, None, "another backup")
+        rig.queue("load", last, second, "load again")
+        producer = rig.promptly(rig.controller.start_loading)
+        assert producer == 0
+        rig.controller.set_consumer(producer)
+        rig.controller.wait_until(rig.stack.num_layers - 1)
+        seen = rig.see(last, rig.model)
+        assert {ack.tag for ack in rig.finish()} == {"load", "backup", "another backup", "load again"}
+        rig.require("a reader behind all of it", seen.rows, stored)
+        rig.require_device("a load behind a backup behind a load", last, stored)
+        rig.require_host("a backup behind a load", second, stored)
+        rig.require_host("a backup beside them", rig.slots_of("host", behind), unrelated)
+
+
+def test_a_load_waits_for_a_backup_that_is_held_before_it_is_submitted(rig: Rig) -> None:
+    slots, content = rig.on_device()
+    host, target = rig.take("host"), rig.take()
+    rig.queue("backup", slots, host)
+    rig.queue("load", target, host)
+    with rig.held("backup submit"):
+        assert rig.controller.start_loading() is None
+    rig.start("load")
+    rig.finish()
+    rig.require_device("a load behind a backup", target, content)
+
+
+# ---- hooks
+
+LATE = 0.05  # seconds
+
+
+@pytest.mark.parametrize("step", ["backup submit", "backup copy", "backup acknowledge", "load layer 1"])
+def test_steps_can_be_delayed(step: str, rig: Rig) -> None:
+    """Those of the host take the host's time, also with a backend of the CPU."""
+    slots, _ = rig.on_device()
+    rig.hooks.delay(step, LATE)
+
+    def taken() -> float:
+        begun = time.perf_counter()
+        operation = rig.backup(slots) if "backup" in step else rig.load(rig.on_host()[0])
+        rig.finish()
+        assert operation
+        return time.perf_counter() - begun
+
+    assert taken() >= LATE
+    rig.hooks.delay(step, 0)
+    assert min(taken() for _ in range(3)) < LATE
+
+
+@every_direction
+def test_a_backend_of_the_cpu_has_the_step_at_which_it_copies(direction: str, rig: Rig) -> None:
+    slots, content = rig.on_device() if direction == "backup" else rig.on_host()
+    move = rig.backup if direction == "backup" else rig.load
+    step = f"{direction} copy"
+    rig.hooks.fail(step, RuntimeError("told to fail"))
+    move(slots)
+    (ack,) = rig.controller.acknowledge(wait=True)
+    assert str(ack.error) == "told to fail"
+    with rig.held(step):
+        operation = move(slots)
+        assert rig.acknowledged() == []
+    rig.finish()
+    require = rig.require_host if direction == "backup" else rig.require_device
+    require("what was held", rig.slots_of(DESTINATION[direction], operation), content)
+
+
+@pytest.mark.parametrize("seconds", [-1, -1e-9, float("nan")])
+def test_no_step_is_early(seconds: float) -> None:
+    with pytest.raises(ValueError, match="'load submit' cannot be delayed by"):
+        Hooks().delay("load submit", seconds)
+
+
+@pytest.mark.parametrize("error", ["broken", None, RuntimeError])
+def test_steps_fail_by_exceptions(error: Any) -> None:
+    with pytest.raises(TypeError, match="'load submit' fails by raising an exception, got"):
+        Hooks().fail("load submit", error)
+
+
+@pytest.mark.parametrize("step", ["backup", "backup layer 1", "load layer", "load layer -1", "copy", "store copy"])
+def test_steps_that_there_are_not_are_refused(step: str) -> None:
+    calls: list[Callable[[Hooks], object]] = [
+        lambda hooks: hooks.hold(step),
+        lambda hooks: hooks.delay(step, 0),
+        lambda hooks: hooks.fail(step, RuntimeError()),
+    ]
+    for call in calls:
+        with pytest.raises(ValueError, match=f"no step '{step}'"):
+            call(Hooks())
+
+
+# ---- many operations
+
+
+def test_the_work_of_queueing_grows_with_the_operations_not_with_their_square() -> None:
+    """Backups and loads of one page each, of pages of their own."""
+    most = 4000
+    spec = presets.mla(1, 8, torch.uint8, 1)
+    with build_stack({"kv": spec}, device_pages=2 * most + 1, host_ratio=1) as stack:
+        device, host = stack.device_slots["kv"].alloc(2 * most), stack.host.alloc(most)
+        assert device is not None
+        assert host is not None
+
+        def seconds(count: int) -> float:
+            with Controller(stack) as controller:
+                begun = time.process_time()
+                for at in range(count):
+                    page = device[at : at + 1], device[most + at : most + at + 1], host[at : at + 1]
+                    assert controller.write(at, [PoolTransfer("kv", None, page[0])])
+                    assert controller.load(at, [PoolTransfer("kv", page[2], page[1])])
+                controller.start_loading()
+                assert controller.start_writing() == 1
+                taken = time.process_time() - begun
+                acks = controller.acknowledge(wait=True)
+            assert len(acks) == 2 * count
+            assert not any(ack.error for ack in acks)
+            for slots in (host, device):
+                assert len(np.unique(slots.numpy())) == len(slots)
+            stack.host.anchor._slots.clear()
+            assert stack.host.alloc(most) is not None
+            return taken
+
+        seconds(100)
+        few = min(seconds(most // 4) for _ in range(2))
+        ratio = seconds(most) / few
+        assert ratio < 8, f"four times as many operations take {ratio:.1f} times as long"
