@@ -36,6 +36,8 @@ FILES = (
     "verify/test_pinned_gpu.py",
     "verify/test_dispatch.py",
     "verify/test_stack_machine.py",
+    "verify/test_reported_stacks.py",
+    "verify/test_kl.py",
 )
 
 # What the cells of the matrix, and the random workloads, are called among the tests.
