@@ -22,7 +22,7 @@ class LayerDone:
     def __init__(self, runtime: Runtime, layers: int) -> None:
         self._runtime, self.layers = runtime, layers
         self._sets: list[list[Event]] = [[] for _ in range(SETS)]
-        self._failed: list[BaseException | None] = [None] * SETS
+        self._failed = [""] * SETS
         self._produced = 0
         self._consumer: int | None = None
 
@@ -32,7 +32,7 @@ class LayerDone:
         events = self._sets[producer % SETS]
         if events and not events[-1].query():
             raise RuntimeError(f"{SETS} loads are under way: wait until the oldest has arrived (acknowledge)")
-        self._sets[producer % SETS], self._failed[producer % SETS] = [], None
+        self._sets[producer % SETS], self._failed[producer % SETS] = [], ""
         self._produced += 1
         return producer
 
@@ -41,8 +41,9 @@ class LayerDone:
         self._sets[producer % SETS].append(self._runtime.record(stream))
 
     def fail(self, producer: int, error: BaseException) -> None:
+        """Only its text is kept: an exception keeps whatever was at work when it was raised."""
         if not self._over(producer):
-            self._failed[producer % SETS] = error
+            self._failed[producer % SETS] = f"{type(error).__name__}: {error}"
 
     def set_consumer(self, producer: int | None) -> None:
         """The load that the next forward pass depends on; None: it reads nothing that is being loaded."""
@@ -59,7 +60,7 @@ class LayerDone:
         if self._consumer is None or self._over(self._consumer):
             return
         if failure := self._failed[self._consumer % SETS]:
-            raise RuntimeError(f"layer {layer} will not arrive, its load has failed: {failure}") from failure
+            raise RuntimeError(f"layer {layer} will not arrive, its load has failed: {failure}")
         events = self._sets[self._consumer % SETS]
         if layer >= len(events):
             raise RuntimeError(f"layer {layer} is not on its way: its load has not been submitted")

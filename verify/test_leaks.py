@@ -17,6 +17,7 @@ from refimpl.assembler import Stack, build_stack
 from refimpl.controller import Controller
 from refimpl.emulated import QueuedEvent
 from refimpl.hooks import Hooks
+from refimpl.layer_done import SETS
 from refimpl.operations import Batch, Operation
 from refimpl.pool_group import PoolTransfer
 
@@ -147,6 +148,19 @@ def test_what_is_kept_is_noticed() -> None:
     kept = [torch.empty(1), Batch("load", [], {})]
     assert held().objects - before.objects == Counter(Tensor=1, Batch=1)
     assert kept
+
+
+def test_a_failure_keeps_nothing() -> None:
+    """An exception keeps the frames that it came through, and what they worked on."""
+    with stack("cpu", "torch") as pools:
+        traffic = Traffic(pools)
+        for _ in range(SETS):  # each has a set of events from then on
+            traffic.there_and_back(1)
+        before = held()
+        traffic.hooks.fail("load copy", RuntimeError("told to fail"))
+        traffic.there_and_back(1)
+        assert traffic.failed == 1
+        assert held().objects == before.objects
 
 
 @pytest.mark.parametrize("operations", [20_000, pytest.param(100_000, marks=pytest.mark.slow)])
