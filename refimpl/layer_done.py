@@ -43,7 +43,7 @@ class LayerDone:
     def fail(self, producer: int, error: BaseException) -> None:
         """Only its text is kept: an exception keeps whatever was at work when it was raised."""
         if not self._over(producer):
-            self._failed[producer % SETS] = f"{type(error).__name__}: {error}"
+            self._failed[producer % SETS] = str(error) or type(error).__name__
 
     def set_consumer(self, producer: int | None) -> None:
         """The load that the next forward pass depends on; None: it reads nothing that is being loaded."""
