@@ -23,17 +23,14 @@ import torch
 from refimpl.hooks import Hooks
 from refimpl.host_pool import HostPool
 from refimpl.layer_done import LayerDone
-from refimpl.operations import Ack, Batch, Operation, count, opposite, overlap
+from refimpl.operations import Ack, Batch, Dropped, Operation, count, opposite, overlap
 from refimpl.pool_group import PoolTransfer
 from refimpl.queueing import Queues, Stack
 from refimpl.runtime import Event, Runtime, Stream, Stuck
-from refimpl.support import DIRECTIONS
+from refimpl.support import BACKENDS, DIRECTIONS
 from refimpl.teardown import call_all
 from refimpl.transfer import Transfer
 from refimpl.windows import Window, require_rows
-
-# Backends that submit their work through the port to a device, whose steps are reached there.
-THROUGH_THE_PORT = ("direct", "kernel", "staged", "auto")
 
 
 class Controller(Queues):
@@ -58,6 +55,7 @@ class Controller(Queues):
         self.fences = {"backup": write_fence, "load": load_fence}
         self._streams = {direction: self.runtime.stream() for direction in DIRECTIONS}
         self._in_flight: dict[str, deque[Batch]] = {direction: deque() for direction in DIRECTIONS}
+        self._told: list[Ack] = []  # by the next acknowledgement
 
     # ---- submitting
 
@@ -172,7 +170,7 @@ class Controller(Queues):
             batch.receipts.setdefault(name, []).append(batch.transfers[name].run(layers))
 
         with self.hooks.watching(batch.direction):
-            if self.host.pools[name].backend not in THROUGH_THE_PORT:
+            if "cpu" in BACKENDS[self.host.pools[name].backend]:  # others reach the step in the port
                 batch.attempt(partial(self.hooks.reached, f"{batch.direction} copy", self.runtime, stream))
             batch.attempt(partial(self.runtime.issue, stream, partial(batch.attempt, move)))
 
@@ -252,8 +250,9 @@ class Controller(Queues):
         batch.attempt(partial(self.hooks.reached, f"{batch.direction} acknowledge"))
         if batch.error and batch.producer is not None:
             self.layers.fail(batch.producer, batch.error)
-        timed = batch.begun and batch.finished and not batch.error
-        seconds = self.runtime.seconds(batch.begun, batch.finished) if timed else 0.0  # pyright: ignore
+        seconds = 0.0
+        if batch.begun and batch.finished and not batch.error:
+            seconds = self.runtime.seconds(batch.begun, batch.finished)
         return [self._ended(operation, batch, seconds) for operation in batch.operations]
 
     def _await(self, batch: Batch) -> None:
@@ -288,6 +287,17 @@ class Controller(Queues):
         return Ack(operation.tag, batch.direction, tokens, nbytes, seconds, receipts=batch.receipts)
 
     # ---- life
+
+    def drop(self, operation: Operation) -> None:
+        """Take back what is queued; slots that were allocated for it are free again, and it is acknowledged as such.
+
+        `ValueError` for an operation that was submitted already: it ends with its acknowledgement.
+        """
+        if operation not in self._queued[operation.direction]:
+            raise ValueError(f"{operation.tag!r} is not queued: it was submitted or dropped, and cannot be taken back")
+        self._queued[operation.direction].remove(operation)
+        error = Dropped(f"{operation.direction} {operation.tag!r} was dropped before it was submitted")
+        self._told.append(self._ended(operation, Batch(operation.direction, error=error), 0.0))
 
     def close(self) -> None:
         """Release what hooks hold, drop what is queued, wait for what is under way. Idempotent; the pools stay open.

@@ -23,7 +23,7 @@ from refimpl.device_pool import DevicePool
 from refimpl.hooks import Hooks
 from refimpl.host_pool import HostPool
 from refimpl.indices import check_pair
-from refimpl.operations import Ack, Batch, Dropped, Operation, Touched, add_pages, opposite, overlap
+from refimpl.operations import Batch, Operation, Touched, add_pages, opposite, overlap
 from refimpl.pool_group import HostPoolGroup, PoolTransfer
 from refimpl.runtime import Runtime
 from refimpl.support import DIRECTIONS
@@ -60,7 +60,6 @@ class Queues:
         self.runtime = runtime or registry.runtime(stack.platform)
         self._numbers = itertools.count()
         self._queued: dict[str, list[Operation]] = {direction: [] for direction in DIRECTIONS}
-        self._told: list[Ack] = []  # by the next acknowledgement
 
     def write(
         self, tag: Hashable, transfers: Sequence[PoolTransfer], reclaim: Reclaim | None = None
@@ -107,20 +106,6 @@ class Queues:
             self._give_back(taken)
             raise
         return self._queue(Operation(tag, "load", tuple(resolved), taken, next(self._numbers)))
-
-    def drop(self, operation: Operation) -> None:
-        """Take back what is queued; slots that were allocated for it are free again, and it is acknowledged as such.
-
-        `ValueError` for an operation that was submitted already: it ends with its acknowledgement.
-        """
-        if operation not in self._queued[operation.direction]:
-            raise ValueError(f"{operation.tag!r} is not queued: it was submitted or dropped, and cannot be taken back")
-        self._queued[operation.direction].remove(operation)
-        error = Dropped(f"{operation.direction} {operation.tag!r} was dropped before it was submitted")
-        self._told.append(self._ended(operation, Batch(operation.direction, error=error), 0.0))
-
-    def _ended(self, operation: Operation, batch: Batch, seconds: float) -> Ack:
-        raise NotImplementedError
 
     # ---- what an operation takes
 
