@@ -1,9 +1,9 @@
 """Measure this device for backend `auto`: how fast each backend moves pieces of each size, in either direction.
 
-`python -m kernels_cupy.calibrate` takes less than half a minute and leaves a table in the user's cache folder, which `auto` finds
-by device, driver and kernels. Transfers are submitted one after the other while their stream is held, and what each one
-more takes is what counts: on the device, or on the host that submits it, whichever is longer. A copy engine moves a
-KiB at a time as fast as the bus allows, but no host describes so many pieces to it as quickly.
+`python -m kernels_cupy.calibrate` takes less than half a minute and leaves a table in the user's cache folder, which
+`auto` finds by device, driver and kernels. Transfers are submitted one after the other while their stream is held, and
+what each one more takes is what counts: on the device, or on the host that submits it, whichever is longer. A copy
+engine moves a KiB at a time as fast as the bus allows, but no host describes so many pieces to it as quickly.
 """
 
 from __future__ import annotations
