@@ -28,7 +28,7 @@ SCHEMA = ROOT / "data" / "schemas" / "verify.schema.json"
 RECORDS = ROOT / "data" / "results"
 
 # They hold streams and measure how long calls take: beside other processes on the GPU they would measure those.
-ALONE = ("verify/test_gpu.py", "verify/test_conformance.py", "verify/test_leaks.py")
+ALONE = ("verify/test_gpu.py",)
 
 # Where tests are that need a GPU; other files may need packages that a GPU box does not have.
 FILES = (
@@ -38,6 +38,8 @@ FILES = (
     "verify/test_stack_machine.py",
     "verify/test_reported_stacks.py",
     "verify/test_kl.py",
+    "verify/test_conformance.py",
+    "verify/test_leaks.py",
 )
 
 # What the cells of the matrix, and the random workloads, are called among the tests.

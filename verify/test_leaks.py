@@ -8,10 +8,12 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import psutil
 import pytest
 import torch
 
+from kernels_cupy.runtimes import runtime
 from refimpl import presets
 from refimpl.assembler import Stack, build_stack
 from refimpl.controller import Controller
@@ -71,12 +73,13 @@ class Traffic:
 
     def rest(self) -> None:
         """The latest events are kept until the next operation finds that they have passed: one more, when they have."""
-        if self.stack.platform == "cuda":
-            torch.cuda.synchronize()
         failing, self.failing = self.failing, 0.0
         for _ in range(SETS):
             self.there_and_back(1)
         self.failing = failing
+        if self.stack.platform == "cuda":
+            torch.cuda.synchronize()
+            runtime(self.stack.platform).upload(np.zeros(1))  # lists on their way to the device have their own events
 
     def there_and_back(self, count: int) -> None:
         wanted = [self.device.alloc(self.device.page_size) for _ in range(count)]
