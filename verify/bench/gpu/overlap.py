@@ -1,0 +1,294 @@
+"""python -m verify.bench.gpu.overlap: prefills whose prefix is loaded meanwhile, before, or computed again.
+
+Before a step its prefix is wiped on the device. Bytes are compared with the oracle's once for each way to load; the
+result of every single step is compared with that of a resident prefix.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from refimpl import UnsupportedPairing
+from refimpl.controller import loads_by_layer
+from verify.arena import Arena
+from verify.bench import options
+from verify.bench.gpu import ceilings
+from verify.bench.gpu.clock import Clock, clock
+from verify.bench.gpu.overlap_cases import TOYS, WORKLOADS, Workload
+from verify.bench.gpu.overlap_layers import Layer, layers
+from verify.bench.gpu.overlap_record import Cell, Recompute, Row, Sample, Timeline
+from verify.bench.gpu.overlap_steps import Prefix, Steps
+from verify.bench.gpu.results import as_text, gpu, plain
+from verify.bench.provenance import ROOT, command_line, provenance
+from verify.bench.record import Timing
+
+SCHEMA = ROOT / "data" / "schemas" / "overlap.schema.json"
+SECONDS = 120.0
+SAMPLES = (5, 9)  # fewest, and most of short steps
+SHORT_S = 0.1  # of all samples of a step together, about
+LOADS = ("by layer", "at once")
+
+
+class TimeIsUp(Exception):
+    """What has not begun is left out."""
+
+
+class Wrong(Exception):
+    """Other bytes, or another result, than there should be."""
+
+
+@dataclass
+class Bench:
+    """What all workloads share; `until` is when the time is up, on the monotonic clock."""
+
+    clock: Clock
+    arena: Arena
+    seed: int
+    until: float
+
+    def prefix(self, workload: Workload, tokens: int) -> Prefix:
+        return Prefix(self.clock, self.arena, workload.spec, tokens, workload.pages(tokens), self.seed)
+
+    @staticmethod
+    def tell(text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
+    def require_time(self) -> None:
+        if time.monotonic() > self.until:
+            raise TimeIsUp("the time was up")
+
+
+def measure(bench: Bench, workload: Workload) -> tuple[list[Row], list[Recompute]]:
+    """Everything of a workload; what fails, or has no time left, says so."""
+    layer = layers(workload.shape, workload.spec, bench.clock.device, bench.seed)
+    recomputed = _recompute(bench, workload, layer)
+    rows: list[Row] = []
+    for tokens in workload.steps:
+        rows += _rows(bench, workload, layer, tokens)
+        gc.collect()  # pools of gigabytes, before the next
+    return rows, recomputed
+
+
+def _inputs(bench: Bench, workload: Workload, tokens: int) -> torch.Tensor:
+    generator = torch.Generator(bench.clock.device).manual_seed(bench.seed + tokens)
+    shape = tokens, workload.shape.hidden
+    return torch.empty(shape, dtype=torch.bfloat16, device=bench.clock.device).normal_(generator=generator)
+
+
+def _recompute(bench: Bench, workload: Workload, layer: Layer) -> list[Recompute]:
+    found = [Recompute(workload.model, tokens) for tokens in workload.recompute]
+    with _told(bench, found, f"{workload.model}: room for {max(workload.recompute)} tokens"):
+        prefix = bench.prefix(workload.from_nothing, workload.spec.page_size)
+        with prefix.steps(layer, *workload.ways[0]) as steps:
+            for done in found:
+                with _told(bench, [done], f"{workload.model}: {done.tokens} tokens from nothing"):
+                    bench.require_time()
+                    x = _inputs(bench, workload, done.tokens)
+                    done.timing = Timing([s.total_s for s in _samples(partial(steps.run, x, prefix=False))])
+    return found
+
+
+def _rows(bench: Bench, workload: Workload, layer: Layer, tokens: int) -> list[Row]:
+    """Of one prefix: every way to load it, and with each every step.
+
+    The prefix is made when a cell asks for it, so that a cell fails and not the program where there is no room.
+    """
+
+    @cache
+    def prefix() -> Prefix:
+        return bench.prefix(workload, tokens)
+
+    spec = workload.spec
+    sizes = spec.page_size, spec.layers, tokens // spec.page_size * spec.page_bytes // spec.layers
+    rows = [Row(workload.model, tokens, new, *sizes) for new in workload.steps[tokens]]
+    results: dict[int, torch.Tensor] = {}
+    for layout, backend in workload.ways:
+        cells = [Cell(layout, backend) for _ in rows]
+        name = f"{workload.model}: prefix of {tokens}, {layout}, {backend}"
+        for row, cell in zip(rows, cells, strict=True):
+            row.cells.append(cell)
+        with _told(bench, cells, name):
+            bench.require_time()
+            with prefix().steps(layer, layout, backend) as steps:
+                for row in rows:
+                    if row.resident is None:
+                        results[row.new_tokens] = _resident(
+                            prefix(), steps, row, _inputs(bench, workload, row.new_tokens)
+                        )
+                loading = _verified(prefix(), steps, cells)
+                for row, cell in zip(rows, cells, strict=True):
+                    with _told(bench, [cell], f"{name}, {row.new_tokens} new"):
+                        bench.require_time()
+                        right = results[row.new_tokens] if row.repeatable else None
+                        _fill(cell, steps, _inputs(bench, workload, row.new_tokens), loading, right)
+    return rows
+
+
+def _fill(cell: Cell, steps: Steps, x: torch.Tensor, loading: Timeline, right: torch.Tensor | None) -> None:
+    cell.loading = loading
+    cell.layerwise = Timeline.of(_checked(steps, x, "by layer", right))
+    cell.all_first = Timeline.of(_checked(steps, x, "at once", right))
+
+
+def _resident(prefix: Prefix, steps: Steps, row: Row, x: torch.Tensor) -> torch.Tensor:
+    """Time the step without a load, and return its result."""
+    prefix.make_resident()
+    right = steps.run(x)[1]
+    row.repeatable = torch.equal(steps.run(x)[1], right)
+    row.resident = Timeline.of(_samples(partial(steps.run, x)))
+    return right
+
+
+def _verified(prefix: Prefix, steps: Steps, cells: Sequence[Cell]) -> Timeline:
+    """Load in both ways, and compare every byte; the load by layer, timed."""
+    descriptors = []
+    for how in LOADS:
+        steps.wipe()
+        prefix.clock.finish()
+        steps.run(None, how)
+        if fault := prefix.fault():
+            raise Wrong(f"{how}: {fault}")
+        descriptors.append(sum(receipt.descriptors for receipt in steps.receipts))
+        if how == "by layer":
+            for cell in cells:
+                cell.by_layer, cell.path = loads_by_layer(steps.pool), steps.receipts[0].path
+    for cell in cells:
+        cell.descriptors = descriptors[0], descriptors[1]
+    return Timeline.of(_checked(steps, None, "by layer", None))
+
+
+def _checked(steps: Steps, x: torch.Tensor | None, how: str, right: torch.Tensor | None) -> list[Sample]:
+    """Samples of a step, each with the prefix wiped before and, if `right` is known, the same result."""
+
+    def run() -> tuple[Sample, torch.Tensor]:
+        steps.wipe()
+        steps.runtime.record(steps.runtime.current()).synchronize()
+        found = steps.run(x, how)
+        if right is not None and not torch.equal(found[1], right):
+            raise Wrong(f"{how}: the step has another result than with a resident prefix")
+        return found
+
+    return _samples(run)
+
+
+def _samples(run: Callable[[], tuple[Sample, torch.Tensor]]) -> list[Sample]:
+    """After one that warms up: a few, or some more of short ones."""
+    fewest, most = SAMPLES
+    warm = run()[0].total_s
+    return [run()[0] for _ in range(max(fewest, min(most, int(SHORT_S / warm))))]
+
+
+@contextmanager
+def _told(bench: Bench, found: Sequence[Cell | Recompute], name: str) -> Iterator[None]:
+    """Whatever happens inside is noted where it belongs, and measuring goes on."""
+    begin, status, reason = time.monotonic(), "measured", ""
+    try:
+        yield
+    except UnsupportedPairing as refusal:
+        status, reason = "refused", str(refusal)
+    except Wrong as fault:
+        status, reason = "wrong", str(fault)
+    except TimeIsUp as late:
+        status, reason = "left out", str(late)
+    except Exception as error:
+        status, reason = "failed", f"{type(error).__name__}: {error}"
+        bench.clock.finish()  # raises what a device does not recover from
+    for one in found if reason else ():
+        one.give_up(status, reason)
+    bench.tell(f"{time.monotonic() - begin:6.1f} s  {name}: {status}{reason and ': '}{reason}")
+
+
+# ---- the file
+
+
+def run(
+    platform: str,
+    workloads: Sequence[Workload],
+    seed: int = 0,
+    seconds: float = SECONDS,
+    commit: str | None = None,
+    sizes: Sequence[int] = ceilings.SIZES,
+) -> Iterator[dict[str, Any]]:
+    """The content of a result file (see `data/schemas/overlap.schema.json`) after each workload, so far."""
+    until = time.monotonic() + seconds
+    ticking = clock(platform)
+    arena = Arena(max(ceilings.memory_needed(sizes), *(workload.memory_needed() for workload in workloads)))
+    settings = {"platform": platform, "seed": seed, "seconds": seconds, "samples": SAMPLES}
+    shapes = {workload.model: asdict(workload.shape) for workload in workloads}
+    content: dict[str, Any] = {
+        "provenance": provenance(command_line("verify.bench.gpu.overlap"), seed, commit) | {"gpu": gpu()},
+        "settings": settings | {"shapes": shapes},
+        "recompute": [],
+        "rows": [],
+    }
+    try:
+        with ticking.session(), torch.no_grad():
+            content["ceilings"] = [asdict(limit) for limit in ceilings.measure(ticking, arena, sizes)]
+            for workload in workloads:
+                rows, recomputed = measure(Bench(ticking, arena, seed, until), workload)
+                content["rows"] += map(asdict, rows)
+                content["recompute"] += map(asdict, recomputed)
+                yield plain(content)
+    finally:
+        arena.close()
+
+
+def summary(content: dict[str, Any]) -> Iterator[str]:
+    """A line for each cell: milliseconds of the step by layer, all layers first, and with a resident prefix."""
+    for row in content["rows"]:
+        resident = _milliseconds(row["resident"])
+        name = f"{row['model']}, {row['prefix_tokens']} + {row['new_tokens']} tokens"
+        for cell in row["cells"]:
+            how = f"{name}, {cell['layout']}, {cell['backend']}"
+            figures = (_milliseconds(cell[key]) for key in ("loading", "layerwise", "all_first"))
+            parts = zip(("loading", "by layer", "all first", "resident"), (*figures, resident), strict=True)
+            told = cell["reason"] or ", ".join(f"{what} {figure}" for what, figure in parts)
+            yield f"{how}: {told}"
+    for done in content["recompute"]:
+        yield f"{done['model']}, {done['tokens']} tokens from nothing: {done['reason'] or _milliseconds(done)}"
+
+
+def _milliseconds(timeline: dict[str, Any] | None) -> str:
+    return f"{1e3 * timeline['timing']['median_s']:.2f} ms" if timeline else "-"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Exit code 1 where a cell is wrong or failed."""
+    args = _parser().parse_args(argv)
+    workloads = WORKLOADS if args.platform == "cuda" else TOYS[args.platform]
+    content: dict[str, Any] = {}
+    for content in run(args.platform, workloads, args.seed, args.seconds, args.commit):
+        if args.out:
+            args.out.parent.mkdir(parents=True, exist_ok=True)
+            args.out.write_text(as_text(content), encoding="utf-8")
+    print(*summary(content), sep="\n")
+    found = [cell["status"] for row in content["rows"] for cell in row["cells"]]
+    found += [done["status"] for done in content["recompute"]]
+    return int(any(status in ("wrong", "failed") for status in found))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = options.Parser(prog="python -m verify.bench.gpu.overlap", description=__doc__)
+    parser.add_argument("--out", type=Path, metavar="FILE.json", help="write all samples to this file")
+    parser.add_argument(
+        "--seconds", type=float, default=SECONDS, help="what is not begun by then is left out (default: %(default)s)"
+    )
+    parser.add_argument("--platform", choices=("cuda", *TOYS), default="cuda", help="default: %(default)s")
+    parser.add_argument("--seed", type=int, default=0, help="of weights, rows and page choice (default: %(default)s)")
+    parser.add_argument("--commit", metavar="SHA", help="of a clean tree, where there is no git to ask")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
