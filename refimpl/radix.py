@@ -30,9 +30,11 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from refimpl.allocator import PageAllocator
 from refimpl.controller import Controller
+from refimpl.host_pool import HostPool
 from refimpl.indices import check
-from refimpl.operations import Ack
+from refimpl.operations import DESTINATION, Ack
 from refimpl.pool_group import PoolTransfer
 
 # Policy -> times that a node is met before it is backed up; None: not before it is evicted.
@@ -138,7 +140,7 @@ class PrefixCache:
             raise ValueError(f"windows {wrong}: there are windows of {self._rows}, of 0 tokens and more")
         self._acks: list[Ack] = []  # for the next check
         self.root = Node(np.empty(0, np.int64))
-        self._clock = itertools.count(1)
+        self.now = 0  # counts uses
 
     # ---- looking up
 
@@ -152,9 +154,13 @@ class PrefixCache:
         while nodes and not self._complete(nodes):
             nodes.pop()
         for node in nodes:
-            node.used_at = next(self._clock)
+            self._touch(node)
         on_device = sum(len(n.key) for n in itertools.takewhile(lambda n: self.anchor in n.device, nodes))
         return Match(nodes[-1] if nodes else None, sum(len(node.key) for node in nodes), on_device)
+
+    def _touch(self, node: Node) -> None:
+        self.now += 1
+        node.used_at = self.now
 
     def _anywhere(self, node: Node) -> bool:
         """Whether its tokens are on the device or on the host."""
@@ -198,7 +204,8 @@ class PrefixCache:
         for node in self._walk(key, grow=True):
             self._adopt(node, begin, begin + len(node.key), len(tokens), slots, left)
             begin += len(node.key)
-            node.hits, node.used_at = node.hits + 1, next(self._clock)
+            node.hits += 1
+            self._touch(node)
         for name, given in slots.items():
             if name not in self._states:
                 left[name].append(given[len(given) - (len(tokens) - len(key)) :])
@@ -345,12 +352,13 @@ class PrefixCache:
         False when no room can be made, while a part is still on its way to the host, and when the prefix has been
         evicted since it was matched.
         """
-        if match.last and not (all(map(self._anywhere, match.nodes)) and self._complete(match.nodes)):
-            return False
         wanted = self._missing(match)
-        if any(node.ticket for node in wanted):
+        if not self._usable(match) or any(node.ticket for node in wanted):
             return False
-        return not wanted or (self._queue_load(match, wanted) and not self._missing(match))
+        return not wanted or self._queue_load(match, wanted)
+
+    def _usable(self, match: Match) -> bool:
+        return not match.last or (all(map(self._anywhere, match.nodes)) and self._complete(match.nodes))
 
     def _queue_load(self, match: Match, wanted: Mapping[Node, Slots]) -> bool:
         names = list(dict.fromkeys(name for slots in wanted.values() for name in slots))
@@ -362,6 +370,9 @@ class PrefixCache:
         finally:
             self.release(match)
         if operation is None:
+            return False
+        if not self._usable(match) or _names(self._missing(match)) != _names(wanted):
+            self.controller.drop(operation)  # to make room was to wait, and what comes before has failed meanwhile
             return False
         at = dict.fromkeys(names, 0)
         for node, slots in wanted.items():
@@ -376,7 +387,11 @@ class PrefixCache:
         return True
 
     def use(self, match: Match) -> None:
-        """A request reads the prefix: nothing of it is evicted before `release`. A failing load takes it away."""
+        """A request reads the prefix: nothing of it is evicted before `release`.
+
+        A failing load takes it away, with what others have put behind it. What the request computed from it is worth
+        nothing either, and must not be inserted.
+        """
         for node in match.nodes:
             node.users += 1
 
@@ -418,29 +433,53 @@ class PrefixCache:
 
     def _noted(self, wait: bool) -> list[Ack]:
         acks = self.controller.acknowledge(wait)
-        for ack in acks:
+        for ack in sorted(acks, key=lambda ack: ack.direction == "backup"):  # what failed to come is not saved
             if isinstance(ack.tag, Ticket):
                 self._ended(ack.tag, ack)
         return acks
 
     def _ended(self, ticket: Ticket, ack: Ack) -> None:
         ticket.done, ticket.error = True, ack.error
+        failed_load = ticket.direction == "load" and ack.error is not None
         for node, slots in ticket.parts.items():
             node.ticket = None
             if ticket.direction == "backup" and not ack.error:
                 node.host |= slots
-            if ticket.direction == "load" and ack.error:
+            if failed_load:
                 node.device = {n: s for n, s in node.device.items() if n not in slots}
-        for node in ticket.parts:
+        if failed_load:
+            self._take_away_behind(ticket.parts)
+        for node in list(ticket.parts):
             self._forget_if_empty(node)
+
+    def _take_away_behind(self, failed: Collection[Node]) -> None:
+        """What is on the device behind a load that failed may have been computed from what never arrived.
+
+        So may what is on its way from there to the host. What the host has by now is older: a copy of what was computed
+        behind a load does not end before it.
+        """
+        behind = [child for node in failed for child in node.children.values() if child not in failed]
+        for node in [below for child in behind for below in child.subtree()][::-1]:
+            self._free_arriving(node)
+            self._free_all("device", node.device)
+            self._forget_if_empty(node)
+
+    def _free_arriving(self, node: Node) -> None:
+        """What is under way for a node goes on for nobody. The slots it goes to are free, or once it has ended."""
+        ticket, node.ticket = node.ticket, None
+        if ticket is None:
+            return
+        for name, slots in ticket.parts.pop(node).items():
+            if ticket.direction == "load":
+                del node.device[name]
+            self._slots_of(DESTINATION[ticket.direction], name).free_rest(slots)  # some are free if it has failed
 
     def clear(self) -> None:
         """Forget every prefix, whoever uses it. Slots are free again, those of transfers under way once they end."""
         for node in self.root.subtree():
-            coming = node.ticket.parts.pop(node) if node.ticket else {}
-            if node.ticket and node.ticket.direction == "backup":
-                node.host |= coming
-            self._free_all(node)
+            self._free_arriving(node)
+            self._free_all("device", node.device)
+            self._free_all("host", node.host)
         self.root = Node(np.empty(0, np.int64))
 
     # ---- making room
@@ -511,19 +550,26 @@ class PrefixCache:
     def _forget_if_empty(self, node: Node) -> None:
         """A leaf whose tokens are nowhere."""
         while node.parent and not (node.children or node.ticket or self._anywhere(node)):
-            self._free_all(node)
+            self._free_all("device", node.device)
+            self._free_all("host", node.host)
             node.parent.children.pop(self._edge(node.key), None)  # None: it went with a node below it
             node = node.parent
 
-    def _free_all(self, node: Node) -> None:
-        for side, slots in (("device", node.device), ("host", node.host)):
-            while slots:
-                self._free(side, *slots.popitem())
+    def _free_all(self, side: str, slots: Slots) -> None:
+        while slots:
+            self._free(side, *slots.popitem())
 
     def _free(self, side: str, name: str, slots: torch.Tensor) -> None:
-        (self.controller.stack.device_slots if side == "device" else self.controller.host.pools)[name].free(slots)
+        self._slots_of(side, name).free(slots)
+
+    def _slots_of(self, side: str, name: str) -> PageAllocator | HostPool:
+        return (self.controller.stack.device_slots if side == "device" else self.controller.host.pools)[name]
 
 
 def _but_for(slots: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
     """Slots but for those that a node has already: a request that goes on behind its match names them too."""
     return slots[~torch.isin(slots, own)]
+
+
+def _names(parts: Mapping[Node, Slots]) -> dict[Node, set[str]]:
+    return {node: set(slots) for node, slots in parts.items()}

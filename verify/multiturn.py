@@ -24,9 +24,11 @@ from refimpl.controller import Ack, Controller
 from refimpl.emulated import POISON, QueueRuntime
 from refimpl.hooks import Hooks
 from refimpl.indices import slots_of
-from refimpl.radix import POLICIES, Match, PrefixCache
+from refimpl.invariants import require_invariants
+from refimpl.radix import POLICIES, Match
 from refimpl.support import DIRECTIONS
 from verify import tinymodels
+from verify.checked import CheckedCache
 from verify.tinymodels import VOCABULARY, Piece, TinyModel, log_probabilities
 
 CHUNK = 2  # pages of a prompt that are computed at a time; a state is kept after as many
@@ -116,7 +118,7 @@ class Engine:
         self.stack = build_stack(tiny.specs, pools=chosen, platform=platform, **sizes | options)
         self.hooks = Hooks()
         self.controller = make_controller(self.stack, self.hooks)
-        self.cache = PrefixCache(self.controller, policy, tiny.windows)
+        self.cache = CheckedCache(self.controller, policy, tiny.windows)
         self.runtime = self.controller.runtime
         if isinstance(self.runtime, QueueRuntime):
             self.runtime.synchronize()  # what engines before have left there would make other orders
@@ -157,6 +159,7 @@ class Engine:
         self.controller.start_writing()  # also of what is still being computed
         self.runtime.record(self.runtime.current()).synchronize()
         self.check()
+        require_invariants(self.cache, {})  # requests hold nothing any more
         return [self._answer(r) for r in running]
 
     def check(self, wait: bool = False) -> list[Ack]:

@@ -21,8 +21,10 @@ from refimpl.controller import Controller
 from refimpl.emulated import QueueRuntime
 from refimpl.hooks import Hooks
 from refimpl.indices import slots_of
+from refimpl.invariants import require_invariants
 from refimpl.operations import Ack
-from refimpl.radix import Match, Node, PrefixCache, Ticket
+from refimpl.radix import Match, Node, Ticket
+from verify.checked import CheckedCache
 from verify.toys import STACKS
 
 BYTE = torch.uint8
@@ -72,7 +74,7 @@ class Reading:
         return not self.missing and all(load.done for load in self.loads)
 
 
-class _Counting(PrefixCache):
+class _Counting(CheckedCache):
     """Who evicts may wait, and what ends then is counted too."""
 
     def __init__(self, counts: Counter[str], *arguments: Any) -> None:
@@ -308,19 +310,8 @@ class Serving:
                     self._require(rows, pages, seen, "a reader")
 
     def check_slots(self) -> None:
-        """Every slot has exactly one owner: the free ones, the tree, or an operation under way."""
-        nodes = list(self.cache.root.subtree())
-        for (side, name), allocator in self.allocators.items():
-            owned = [node_slots[name] for node in nodes if name in (node_slots := getattr(node, side))]
-            if side == "host":
-                coming = [n.ticket.parts[n] for n in nodes if n.ticket and n.ticket.direction == "backup"]
-                owned += [parts[name] for parts in coming if name in parts]
-            every = torch.cat(owned).tolist() if owned else []
-            assert len(set(every)) == len(every), f"{side} slots of {name} have two owners"
-            leaving = int(allocator._leaving.sum())  # freed, and locked by what is under way still
-            taken = (allocator.reserved + leaving) * allocator.page_size
-            assert len(every) + allocator.available_size() + taken == allocator.size, f"{side} slots of {name}"
-            assert allocator._used[np.array(every, np.int64) // allocator.page_size].all(), f"{side} slots of {name}"
+        """Every slot has exactly one owner: the free ones, the tree, or an operation under way. No request has any."""
+        require_invariants(self.cache, {})
 
     def require_not_in_the_tree(self, slots: dict[str, torch.Tensor]) -> None:
         """Of slots that the tree did not take: whoever frees them must not free its."""

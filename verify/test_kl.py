@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import cache, partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -70,6 +72,19 @@ def test_a_batch_changes_no_bit(name: str) -> None:
         assert torch.equal(told[0], alone(tiny, text)[0])
 
 
+DEVICES = [pytest.param("cpu"), pytest.param("cuda", marks=pytest.mark.gpu)]
+EXACTLY = {"+": operator.add, "-": operator.sub, "×": operator.mul, "÷": operator.truediv}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("operation", EXACTLY)
+def test_arithmetic_is_rounded_as_ieee_says(operation: str, device: str) -> None:
+    """NumPy has the processor's own instructions. A square root would fail here: torch's on a CPU, MKL's, is no IEEE."""
+    a, b = np.random.default_rng(0).normal(size=(2, 1 << 18))
+    got = EXACTLY[operation](torch.from_numpy(a).to(device), torch.from_numpy(b).to(device)).cpu()
+    assert np.array_equal(got.numpy(), EXACTLY[operation](a, b))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", MODELS)
 def test_a_gpu_says_what_a_cpu_says(name: str) -> None:
@@ -126,6 +141,14 @@ def test_the_host_changes_no_bit(
 def test_with_every_policy_and_scenario(name: str, layout: str, platform: str, backend: str) -> None:
     for policy, scenario in PLAYS:
         test_the_host_changes_no_bit(name, layout, platform, backend, policy, scenario)
+
+
+def test_nothing_is_left_out() -> None:
+    """How many layouts and backends a model can be played with, on each platform: all, and with every play of each."""
+    found = {name: dict(Counter(platform for model, _, platform, _ in WHERE if model == name)) for name in MODELS}
+    usual = {"cpu": 10, "emulated": 19, "cuda": 24}
+    assert found == dict.fromkeys(MODELS, usual) | {"v4": {"cpu": 8, "emulated": 15, "cuda": 19}}
+    assert len(PLAYS) == len(POLICIES) * len(SCENARIOS) == 12
 
 
 def test_every_pair_is_covered() -> None:
