@@ -35,16 +35,6 @@ STACKED = ("k", "v")
 # Pools that keep one host tensor per layer in `layer_first` (upstream: a list).
 ONE_TENSOR_PER_LAYER = ("v4_paged", "v4_state")
 
-# What other engines call the same order of bytes, where they have it.
-OTHER_NAMES: dict[str, dict[str, str]] = {
-    "layer_first": {"vLLM": "LBNHC", "Dynamo KVBM": "LayerSeparate", "FlexKV": "LAYERFIRST"},
-    "page_first": {},
-    "page_first_direct": {"vLLM": "BLNHC", "Dynamo KVBM": "FullyContiguous", "FlexKV": "BLOCKFIRST"},
-    "page_head": {},
-    "page_unified": {"vLLM": "BHLNC, with one head a group and K, V next to each other"},
-    "page_first_kv_split": {},
-}
-
 
 @dataclass(frozen=True)
 class Buffer:

@@ -146,13 +146,14 @@ def _jit(spec: PoolSpec, platform: str, engine: Engine) -> Capability:
     registers = f"the register kernel moves rows of a multiple of 128 B, not {odd}"
     if not engine.tma:
         return Capability(False, f"{registers}; SGLang {engine.version} has no TMA kernel")
-    why_not = _why_not_tma(spec)
+    why_not = why_not_tma(spec)
     if why_not:
         return Capability(False, f"{registers}; {why_not}")
     return Capability(True, "TMA kernel, on SM 9.0 or later: rows of a multiple of 16 B, pages of whole chunks")
 
 
-def _why_not_tma(spec: PoolSpec) -> str | None:
+def why_not_tma(spec: PoolSpec) -> str | None:
+    """Why the TMA kernel cannot move the rows of a pool, or None (`kernels/ops/kvcache/hicache.py`)."""
     odd = _odd(spec, 16)
     if odd:
         return f"TMA moves rows of a multiple of 16 B, not {odd}"

@@ -24,6 +24,7 @@
 
 # %%
 import sys
+from collections import Counter
 
 sys.path.append("notebooks")  # found there when the notebook runs in the repository's root
 
@@ -31,8 +32,10 @@ import book
 import torch
 
 from refimpl import LAYOUTS, DevicePool, HostPool, byte_offset, oracle, presets, slots_of, support
-from refimpl.layout import AXES, OTHER_NAMES
+from refimpl.layout import AXES
 from verify import fill
+from verify.dictionary import tables
+from verify.dictionary.twins import twins
 
 book.table(["layout", "axes of a buffer, outermost first"], [[name, ", ".join(axes)] for name, axes in AXES.items()])
 
@@ -267,12 +270,20 @@ book.table(["pool", "layers", "row bytes", "segments (entries × bytes)", "paddi
 # %% [markdown]
 # ## What other engines call it
 #
-# The same orders of bytes have other names elsewhere. A dash means that this order is not among those that we know the engine by.
+# The same bytes have other names elsewhere, and it depends on what a pool holds: with MLA most engines agree, with K and V few do, because they put K and V at other places. Engines that are not named have no layout with these bytes.
 
 # %%
-engines = sorted({engine for names in OTHER_NAMES.values() for engine in names}, key=str.lower)
+names = tables.by_layout()
+book.table(names.head, names.body)
+
+# %% [markdown]
+# `python -m verify dictionary` prints every name with its order of axes and its source. It also lists pairs of names that a shape cannot tell apart: tensors that look alike and hold other bytes.
+
+# %%
+by_coincidences = Counter(pair.when.count("=") for pair in twins())
 book.table(
-    ["here and in SGLang", *engines], [[name, *(OTHER_NAMES[name].get(e, "-") for e in engines)] for name in LAYOUTS]
+    ["lengths that must be equal for two names to look alike", "pairs of names"],
+    [[number or "none: they always look alike", pairs] for number, pairs in sorted(by_coincidences.items())],
 )
 
 # %% [markdown]
