@@ -2,9 +2,12 @@
 #
 # PYTHON=python3.12   the Python (3.11 to 3.13) that .venv is made with
 # ENV=current         no set-up: use PYTHON as it is (a conda environment, a machine without registry)
-# MODEL= PAGES=       for `make run`: other models, more pages
-# NB=path             for `make notebooks`: this notebook only
-# ARGS=               for `make bench`, `make bench-gpu` and `make lab`: passed on
+# MODEL= PAGE_SIZE=   for `make run` and `make lab`: another model, tokens a page,
+# PAYLOAD= LAYOUTS=   bytes that move, layouts; notebooks read them in their first cell,
+# PAGES= BUDGET=      pages that move instead of a payload; seconds to measure a GPU
+# NB=path             for `make notebooks` and `make run`: this notebook only
+# ARGS=               for `make run`, `make bench`, `make bench-gpu` and `make lab`: passed on
+# A=file B=file       for `make compare`: results of two devices, or of two commits
 # DEVICE=h200         for `make verify-gpu` and `make bench-gpu`: folder of data/results, if not named after the GPU
 
 PYTHON ?= python3
@@ -27,14 +30,17 @@ endif
 # The checkout works without being installed, in kernels of notebooks too.
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 
-.PHONY: help run verify verify-full verify-gpu sanitize report bench bench-gpu calibrate notebooks lab lint clean python-at-hand
+.PHONY: help run verify verify-full verify-gpu sanitize report bench bench-gpu calibrate compare notebooks lab lint clean python-at-hand
 
 help: ## list the commands (the default)
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 run: $(READY) ## execute every notebook, print the matrix; results in out/index.html
 	$(NEEDS) notebooks
-	$(PY) -m verify run $(if $(MODEL),--model '$(MODEL)') $(if $(PAGES),--pages '$(PAGES)')
+	$(PY) -m verify run $(if $(MODEL),--model '$(MODEL)') $(if $(PAGE_SIZE),--page-size '$(PAGE_SIZE)') \
+	  $(if $(PAGES),--pages '$(PAGES)') $(if $(PAYLOAD),--payload '$(PAYLOAD)') \
+	  $(if $(LAYOUTS),--layouts '$(LAYOUTS)') $(if $(BUDGET),--budget '$(BUDGET)') \
+	  $(if $(NB),--notebooks $(NB)) $(ARGS)
 
 verify: $(READY) ## everything that must hold: lint, types, notebooks, tests, mutants
 	$(NEEDS) notebooks dev nvrtc
@@ -73,6 +79,10 @@ report: $(READY) ## write the support matrix as a page
 bench: $(READY) ## measure the backends: make bench ARGS="--backends torch,numba"
 	$(NEEDS) notebooks
 	$(PY) -m verify.bench $(ARGS)
+
+compare: $(READY) ## two result files side by side: make compare A=data/results/h200/bench.json B=out/bench.json
+	$(NEEDS) dev
+	@$(if $(and $(A),$(B)),,$(error say make compare A=one.json B=other.json))$(PY) -m verify compare '$(A)' '$(B)'
 
 notebooks: $(READY) ## run the notebooks in place, strip them, write their text pairs
 	$(NEEDS) notebooks

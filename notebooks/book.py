@@ -17,6 +17,7 @@ import matplotlib.pyplot as plt  # noqa: E402
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 from matplotlib.axes import Axes  # noqa: E402
+from matplotlib.colors import LogNorm, Normalize  # noqa: E402
 from matplotlib.figure import Figure  # noqa: E402
 from matplotlib.lines import Line2D  # noqa: E402
 from matplotlib.patches import ConnectionPatch, Polygon, Rectangle  # noqa: E402
@@ -847,6 +848,80 @@ def draw_slowdowns(marks: Sequence[tuple[str, str, float, float]]) -> Figure:
     for name, fill in (("filled: backup", "#555555"), ("open: load", "none")):
         keys.append(Line2D([], [], color="#555555", mfc=fill, marker="o", ls="", ms=8, mew=1.5, label=name))
     figure.legend(handles=keys, loc="outside lower center", ncols=4, fontsize=9)
+    return figure
+
+
+# ---- pairings
+
+
+Fields = list[list[tuple[float, str] | None]]  # down and across: what shades a field, and what is written into it
+
+
+def draw_fields(
+    panels: dict[tuple[str, str], Fields],
+    down: Sequence[str],
+    across: Sequence[str],
+    unit: str,
+    limits: tuple[float, float] = (0, 100),
+    log: bool = False,
+) -> Figure:
+    """A heat map for each (line, column) of panels; hatched where there is nothing."""
+    lines, columns = (list(dict.fromkeys(key[i] for key in panels)) for i in (0, 1))
+    tall, wide = 0.3 * len(down) + 0.45, 4.8
+    figure, axes = plt.subplots(
+        len(lines), len(columns), squeeze=False, sharex=True, figsize=(wide * len(columns), tall * len(lines) + 0.5)
+    )
+    norm = (LogNorm if log else Normalize)(*limits, clip=True)
+    for (line, column), fields in panels.items():
+        ax = axes[lines.index(line), columns.index(column)]
+        for y, row in enumerate(fields):
+            for x, field in enumerate(row):
+                _draw_field(ax, x, y, field, norm)
+        ax.set(xlim=(0, len(across)), ylim=(len(down), 0))
+        ax.set_xticks([x + 0.5 for x in range(len(across))], across, fontsize=8.5)
+        ax.set_yticks([y + 0.5 for y in range(len(down))], down if column == columns[0] else [""] * len(down))
+        ax.tick_params(length=0)
+        ax.grid(False)
+        ax.spines[:].set_visible(False)
+        ax.set_title(f"{line} {column}", fontsize=10)
+    figure.supxlabel(unit, fontsize=8.5)
+    return figure
+
+
+def _draw_field(ax: Axes, x: int, y: int, field: tuple[float, str] | None, norm: Normalize) -> None:
+    if field is None:
+        ax.add_patch(Rectangle((x, y), 1, 1, facecolor="white", edgecolor="#AAAAAA", hatch="////", lw=0.5))
+        return
+    shade = float(norm(field[0]))
+    ax.add_patch(Rectangle((x, y), 1, 1, facecolor=plt.get_cmap()(shade), edgecolor="white", lw=1))
+    ink = "black" if shade > 0.5 else "white"
+    ax.text(x + 0.5, y + 0.5, field[1], ha="center", va="center", fontsize=8.5, color=ink)
+
+
+def draw_by_page(panels: dict[tuple[str, str], dict[str, list[tuple[int, float]]]]) -> Figure:
+    """Percent of the ceiling over tokens a page, a line for each backend; a panel for each (layout, direction)."""
+    across, down = (list(dict.fromkeys(key[i] for key in panels)) for i in (0, 1))
+    figure, axes = plt.subplots(
+        len(down), len(across), squeeze=False, sharex=True, sharey=True, figsize=(9.6, 1.9 * len(down) + 0.7)
+    )
+    for (layout, direction), by_backend in panels.items():
+        ax = axes[down.index(direction), across.index(layout)]
+        for backend, marks in by_backend.items():
+            colour, marker, _ = WAYS[backend]
+            ax.plot(*zip(*marks, strict=True), marker=marker, color=colour, mfc="none", mew=1.3, label=backend)
+        ax.axhline(100, color="#555555", lw=1, ls="--", marker="")
+        ax.set_xscale("log", base=2)
+        ax.set_xticks(sorted({page for lines in panels.values() for line in lines.values() for page, _ in line}))
+        ax.xaxis.set_major_formatter(_as_count)
+        ax.minorticks_off()
+        ax.set_ylim(0, 108)
+        ax.set_title(f"{HEADINGS[layout]}\n{direction}", fontsize=8.5)
+    for ax in axes[-1]:
+        ax.set_xlabel("tokens a page", fontsize=8.5)
+    for ax in axes[:, 0]:
+        ax.set_ylabel("% of the ceiling", fontsize=8.5)
+    shown = {name: handle for ax in axes.flat for handle, name in zip(*ax.get_legend_handles_labels(), strict=True)}
+    figure.legend(list(shown.values()), list(shown), loc="outside lower center", ncols=3)
     return figure
 
 

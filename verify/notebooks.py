@@ -8,6 +8,9 @@
 The pair of notebooks/NAME.ipynb is notebooks/py/NAME.py. A notebook whose metadata says
 `kv: {device: gpu}` needs a GPU; without one it is skipped whole and keeps its stored outputs.
 
+A notebook's first cell reads its parameters from the environment (`PARAMETERS`). What is committed was run without any,
+and with committed results, on every machine; `make run` and JupyterLab hand on what they are given.
+
     python -m verify.notebooks check|refresh|nbval [NOTEBOOK ...]
 """
 
@@ -53,6 +56,18 @@ STRIP = [
     "cell.metadata.scrolled",
 ]
 KERNEL = {"display_name": "Python 3", "language": "python", "name": "python3"}
+# Environment variables that first cells read, and their values in what is committed: "" is as if not given.
+PARAMETERS: dict[str, str] = {
+    "MODEL": "",
+    "PAGE_SIZE": "",
+    "PAGES": "",
+    "PAYLOAD": "",
+    "LAYOUT": "",
+    "LAYOUTS": "",
+    "BACKEND": "",
+    "BUDGET": "",
+    "RESULTS": "committed",
+}
 PROGRESS_BAR = re.compile(r"\d+%\|")
 
 
@@ -119,7 +134,7 @@ def refresh(paths: Iterable[Path], timeout: float = CELL_TIMEOUT) -> None:
         nb.metadata.kernelspec = nbformat.from_dict(KERNEL)
         if reason := skip_reason(nb):
             print(f"{path.name}: {reason}, outputs kept")
-        elif error := run(nb, path.parent, timeout):
+        elif error := run(nb, path.parent, timeout, PARAMETERS):
             raise SystemExit(f"{path.name}: {error}")
         nbformat.write(stripped(nb), path)
         pair(path).parent.mkdir(exist_ok=True)
@@ -298,7 +313,7 @@ def main() -> int:
         print("\n".join(found) or "notebooks: run, stripped, in step with their text pairs")
         return bool(found)
     build_font_cache()
-    return subprocess.run(nbval_command(args.paths or [NOTEBOOKS])).returncode
+    return subprocess.run(nbval_command(args.paths or [NOTEBOOKS]), env={**os.environ, **PARAMETERS}).returncode
 
 
 if __name__ == "__main__":

@@ -158,6 +158,28 @@ def test_portions_are_unambiguous_and_fit_into_the_arena() -> None:
     assert measure.memory_needed(list(portions.values())) < 400 << 20
 
 
+def test_no_row_is_begun_when_the_budget_is_spent(capsys: pytest.CaptureFixture[str]) -> None:
+    results = Results(None)
+    wanted = {"core": portion(HERE[:1], "page_first"), "pages": portion(HERE[:1], "page_first")}
+    program.run(results, wanted, "cpu", 0, EFFORT, SIZES, budget_s=0)
+    assert results.content["rows"] == []
+    assert len(results.content["sessions"]) == 1, "the ceilings are there"
+    assert "pages: not begun, the budget is spent" in capsys.readouterr().err
+
+
+def test_other_pages_are_measured_where_they_make_another_pool() -> None:
+    names = ("qwen3-next", "deepseek-v4-flash")
+    found = cases.portions(1 << 20, names, ("page_head",), (1, 64, 256))
+    assert [(case.name, case.spec.name) for case in found["pages"].cases] == [
+        ("qwen3-next, page 1", "kv"),  # its states do not depend on it, 64 is the preset's
+        ("qwen3-next, page 256", "kv"),
+    ]
+    everything = [(case.name, case.spec.name) for case in (*found["core"].cases, *found["pages"].cases)]
+    assert [(case.name, case.spec.name) for case in found["contiguous"].cases] == everything
+    assert not found["contiguous"].scattered
+    assert {found[name].layouts for name in ("core", "pages", "contiguous")} == {("page_head",)}
+
+
 @pytest.mark.emulated
 def test_the_gpu_backends_are_measured_on_an_emulated_device() -> None:
     movers = (*cases.BACKENDS, *cases.BY_LAYER, Mover("kernel", blocks=2), Mover("staged", staging_pages=2))

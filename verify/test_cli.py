@@ -12,7 +12,8 @@ import torch
 
 from refimpl import LAYOUTS, presets
 from refimpl.support import BACKENDS
-from verify import cli, matrix, report
+from verify import cli, matrix, notebooks, report
+from verify.bench.gpu import here, recommend
 from verify.toys import TOYS
 
 
@@ -25,6 +26,10 @@ from verify.toys import TOYS
         (["--pages", "-3"], "must be a positive integer, got '-3'"),
         (["--pages", "many"], "must be a positive integer, got 'many'"),
         (["--pages", "1000000000"], "ask for fewer pages"),
+        (
+            ["--model", "deepseek-v4-flash", "--page-size", "64"],
+            "DeepSeek V4 has pages of 256 tokens, got page_size 64",
+        ),
         (["--backends", "kernel"], "there is no backend 'kernel'; there are torch, numba"),
         (["--payload", "big"], "must be a size such as 16MiB, got 'big'"),
     ],
@@ -50,7 +55,52 @@ def test_run_writes_the_matrix_and_its_samples(
         assert f"{cell['gb_per_s']:.2f} " in index
     for shown in (printed, index):
         assert "[1] page_first_kv_split cuts a row in two" in shown
+        assert "toy: not among these results" in shown
     assert "4 cells measured, 4 cells refused, 0 cells wrong" in printed
+
+
+@pytest.mark.parametrize("gpu", [False, True], ids=["no GPU", "a GPU"])
+def test_run_advises_for_this_device_or_for_the_committed_one(
+    gpu: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU, if there were one: the file that measuring it writes is put there."""
+    asked: list[tuple[object, ...]] = []
+
+    def measure(path: Path, *rest: object) -> None:
+        asked.append(rest)
+        path.write_text(here.COMMITTED.read_text())
+
+    monkeypatch.setattr("torch.cuda.is_available", lambda: gpu)
+    monkeypatch.setattr(here, "measure", measure)
+    options = ["--model", "llama-3.1-8b", "--page-size", "64", "--pages", "1", "--seconds", "0", "--budget", "9"]
+    assert cli.main(["run", *options, "--out", str(tmp_path), "--notebooks"]) == 0
+    assert asked == ([(("llama-3.1-8b",), 64, here.PAYLOAD, LAYOUTS, 9)] if gpu else [])
+    index = (tmp_path / "index.html").read_text()
+    content = json.loads(here.COMMITTED.read_text())
+    rows = recommend.rows_of(content, "llama-3.1-8b")
+    for text in (index, capsys.readouterr().out):
+        assert ("this machine: NVIDIA" in text) == gpu
+        assert ("committed results, data/results/h200/bench.json: NVIDIA H200" in text) == (not gpu)
+        for sentence in recommend.advice(content, rows):
+            assert f"llama-3.1-8b, {sentence}" in text
+    assert ('<a href="bench.json">bench.json</a>' in index) == gpu, "the file to send back"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parameters"),
+    [
+        ([], {}),
+        (["--model", "qwen3-8b,deepseek-v3", "--pages", "3"], {"MODEL": "qwen3-8b", "PAGES": "3"}),
+        (["--page-size", "16", "--payload", "1MiB"], {"PAGE_SIZE": "16", "PAYLOAD": "1048576"}),
+        (["--layouts", "page_head,page_first"], {"LAYOUTS": "page_head,page_first"}),
+    ],
+)
+def test_notebooks_get_the_parameters_that_were_asked_for(
+    arguments: list[str], parameters: dict[str, str], tmp_path: Path
+) -> None:
+    found = cli._for_notebooks(cli._parser().parse_args(["run", *arguments]), tmp_path)
+    assert found == parameters | {"RESULTS": str(tmp_path)}
+    assert found.keys() <= notebooks.PARAMETERS.keys()
 
 
 class Rows(HTMLParser):

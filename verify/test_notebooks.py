@@ -3,13 +3,16 @@
 Tiny notebooks are run for real, then altered, then compared by the very command of `make verify`.
 """
 
+import json
 import os
+import re
 import shutil
 import subprocess
 import time
 import xml.etree.ElementTree as ET
 import zlib
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import nbformat
@@ -17,6 +20,7 @@ import pytest
 from nbformat import NotebookNode
 
 from verify import notebooks
+from verify.bench.gpu import here
 
 TINY = """\
 # %% [markdown]
@@ -224,3 +228,56 @@ def test_executing_goes_on_after_a_failure_and_leaves_pages_that_need_no_network
     assert out == ""
     assert "12/12" not in err  # the failed notebook did not reach its last two cells
     assert "cell" in err
+
+
+def test_first_cells_read_known_parameters_and_what_is_committed_ran_without_any():
+    """Whatever a shell or `make` has set, nbval and refresh see what everybody sees."""
+    read = {
+        (text.stem, name)
+        for text in (notebooks.NOTEBOOKS / "py").glob("*.py")
+        for name in re.findall(r"environ\.get\(\"(\w+)\"\)", text.read_text())
+    }
+    assert read
+    assert {name for _, name in read} <= notebooks.PARAMETERS.keys()
+    assert {value for name, value in notebooks.PARAMETERS.items() if name != "RESULTS"} == {""}
+
+
+def test_parameters_of_the_shell_do_not_reach_what_is_committed(
+    house: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    shutil.copytree(house.parent, tmp_path, dirs_exist_ok=True)
+    text = notebooks.pair(tmp_path / "notebooks" / "tiny.ipynb")
+    text.write_text('# %%\nimport os\n\nprint(os.environ["MODEL"] or "none", os.environ["RESULTS"])\n')
+    os.utime(text, (time.time() + 5, time.time() + 5))
+    monkeypatch.setenv("MODEL", "llama-9")
+    notebooks.refresh([tmp_path / "notebooks" / "tiny.ipynb"])
+    (cell,) = notebooks.code_cells(nbformat.read(tmp_path / "notebooks" / "tiny.ipynb", as_version=4))
+    assert cell.outputs[0].text == "none committed\n"
+
+
+def headings(nb: NotebookNode) -> list[str]:
+    """What tables of a notebook's outputs are headed by: the line above each rule."""
+    lines = [line for c in notebooks.code_cells(nb) for o in c.outputs for line in o.get("text", "").splitlines()]
+    return [" ".join(above.split()) for above, line in pairwise(lines) if re.fullmatch(r"-[- ]+-", line)]
+
+
+def test_readers_with_and_without_a_gpu_get_the_same_text_and_tables(tmp_path: Path):
+    """Another device's results, and the committed ones: other figures, the same article."""
+    other = json.loads(here.COMMITTED.read_text())
+    for session in other["sessions"]:
+        session["provenance"]["gpu"]["name"] = "NVIDIA Toy"
+    for row in other["rows"]:
+        for cell in row["cells"]:
+            if cell["mover"] == "direct" and cell["timing"]:
+                cell["timing"] |= {"median_s": 9.0, "quartiles_s": [9.0, 9.0]}
+    (tmp_path / "bench.json").write_text(json.dumps(other))
+    path = notebooks.NOTEBOOKS / "04_pairings.ipynb"
+    (live,) = notebooks.execute([path], tmp_path, env=notebooks.PARAMETERS | {"RESULTS": str(tmp_path / "bench.json")})
+    assert not live.error
+    here_shown, committed = (nbformat.read(which, as_version=4) for which in (live.notebook, path))
+    assert [c.source for c in here_shown.cells] == [c.source for c in committed.cells]
+    assert headings(here_shown) == headings(committed)
+    assert len(headings(committed)) >= 4
+    said = "".join(o.get("text", "") for c in notebooks.code_cells(here_shown) for o in c.outputs)
+    assert "this machine: NVIDIA Toy; " in said
+    assert re.search(r"kv backup: take \w+ with (kernel|staged)", said), "direct is slow on that device"

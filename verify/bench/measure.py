@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -48,6 +48,7 @@ Sides = tuple[list[torch.Tensor], list[torch.Tensor]]  # all bytes of the host, 
 class Settings:
     """What to measure.
 
+    page_size      tokens a page, or None: as the presets have it
     pages          pages that move, or None for as many as `payload_bytes` holds (one at least)
     payload_bytes  bytes that move, at most (unless one page is larger)
     seconds        time budget of a row's rounds
@@ -62,29 +63,31 @@ class Settings:
     seconds: float = 0.3
     rounds: tuple[int, int] = (3, 25)
     seed: int = 0
+    page_size: int | None = None
 
     def pages_of(self, spec: PoolSpec) -> int:
         return self.pages or max(1, self.payload_bytes // spec.page_bytes)
 
 
-def pools(models: Sequence[str]) -> list[tuple[str, PoolSpec]]:
+def pools(settings: Settings) -> list[tuple[str, PoolSpec]]:
     """`(model, pool)` for every pool that has bytes; an anchor that only owns indices has nothing to time."""
-    return [(name, spec) for name in models for spec in presets.model(name).values() if spec.page_bytes]
+    models = [(name, presets.model(name, page_size=settings.page_size)) for name in settings.models]
+    return [(name, spec) for name, specs in models for spec in specs.values() if spec.page_bytes]
 
 
 def count_rows(settings: Settings) -> int:
-    return len(pools(settings.models)) * len(settings.layouts) * len(DIRECTIONS)
+    return len(pools(settings)) * len(settings.layouts) * len(DIRECTIONS)
 
 
 def memory_needed(settings: Settings) -> int:
     """Bytes that the largest pool of the matrix takes: both sides of each backend, four of the oracle, plain copies."""
-    pages = [(settings.pages_of(spec) + SPARE_PAGES) * spec.page_bytes for _, spec in pools(settings.models)]
+    pages = [(settings.pages_of(spec) + SPARE_PAGES) * spec.page_bytes for _, spec in pools(settings)]
     return (2 * len(settings.backends) + 5) * max(pages)
 
 
 def rows(settings: Settings) -> Iterator[Row]:
     """Every row of the matrix, as soon as it is known."""
-    wanted = pools(settings.models)
+    wanted = pools(settings)
     stretch = Stretch(max(settings.pages_of(spec) * spec.page_bytes for _, spec in wanted))
     for model, spec in wanted:
         yield from PoolBench(model, spec, settings, stretch).rows()

@@ -30,11 +30,12 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model", type=models, metavar="M,M", help=f"of {listed(presets.MODELS)}; default: {listed(DEFAULT_MODELS)}"
     )
+    parser.add_argument("--page-size", type=positive, metavar="N", help="tokens a page, if not as the presets have it")
     parser.add_argument(
         "--pages", type=positive, metavar="N", help="pages that move in every pool; overrides --payload"
     )
     parser.add_argument(
-        "--payload", type=nbytes, default=16 << 20, metavar="SIZE", help="bytes that move, 16MiB if not given"
+        "--payload", type=nbytes, metavar="SIZE", help="bytes that move, 16MiB (256MiB on a GPU) if not given"
     )
     parser.add_argument(
         "--layouts", type=one_of("layout", LAYOUTS), default=LAYOUTS, metavar="L,L", help=listed(LAYOUTS)
@@ -53,9 +54,19 @@ def settings(args: argparse.Namespace, parser: argparse.ArgumentParser) -> Setti
     """What was asked for. Ends the program like any other mistake in the arguments if it cannot fit into memory."""
     models = args.model or DEFAULT_MODELS
     asked = Settings(
-        models, args.layouts, args.backends, args.pages, args.payload, seconds=args.seconds, seed=args.seed
+        models,
+        args.layouts,
+        args.backends,
+        args.pages,
+        args.payload or Settings.payload_bytes,
+        seconds=args.seconds,
+        seed=args.seed,
+        page_size=args.page_size,
     )
-    needed, free = memory_needed(asked), psutil.virtual_memory().available
+    try:
+        needed, free = memory_needed(asked), psutil.virtual_memory().available
+    except ValueError as error:  # the model has pages of another size only
+        parser.error(str(error))
     if needed > free:
         parser.error(f"this needs {needed / 1e9:,.1f} GB of memory, {free / 1e9:,.1f} GB are free: ask for fewer pages")
     return asked

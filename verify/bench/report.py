@@ -5,7 +5,7 @@ Tables are made of the JSON content of result files, so yesterday's file or anot
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,11 +96,10 @@ def _row_name(row: Content) -> str:
     return f"{row['model']} {row['pool']}, {row['layout']}, {row['direction']}"
 
 
-def as_text(table: Table) -> str:
-    """Aligned columns: names to the left, figures to the right."""
+def as_text(table: Table, left: Collection[str] = ("model", "pool", "layout")) -> str:
+    """Aligned columns: names (`left`) to the left, figures to the right."""
     lines = [table.head, *table.body]
     widths = [max(len(line[i]) for line in lines) for i in range(len(table.head))]
-    left = {"model", "pool", "layout"}
 
     def aligned(line: list[str]) -> str:
         padded = [

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
 
-from refimpl import presets
+from refimpl import LAYOUTS, presets
 from verify.arena import Arena
 from verify.bench import options
 from verify.bench.gpu import cases, ceilings, measure, report, targets
@@ -26,8 +27,10 @@ def main(argv: list[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     results = Results(args.out, resume=args.resume or args.report_only)
     if not args.report_only:
-        portions = {name: p for name, p in cases.portions(args.payload, args.models).items() if name in args.portion}
-        run(results, portions, args.platform, args.seed, Effort(seconds=args.seconds), commit=args.commit)
+        known = cases.portions(args.payload, args.models, args.layouts, args.page_sizes)
+        portions = {name: portion for name, portion in known.items() if name in args.portion}
+        effort = Effort(seconds=args.seconds)
+        run(results, portions, args.platform, args.seed, effort, commit=args.commit, budget_s=args.budget)
     content = results.content
     for name in dict.fromkeys(row["portion"] for row in content["rows"]):
         print(report.as_text(report.table(content, name)), end="\n\n")
@@ -43,8 +46,13 @@ def run(
     effort: Effort,
     sizes: tuple[int, ...] = ceilings.SIZES,
     commit: str | None = None,
+    budget_s: float = math.inf,
 ) -> None:
-    """Measure a session of portions into `results`, which are written now and then, and however it ends."""
+    """Measure a session of portions into `results`, which are written now and then, and however it ends.
+
+    budget_s  seconds after which no row is begun
+    """
+    deadline = time.monotonic() + budget_s
     ticking = clock(platform)
     arena = Arena(max(ceilings.memory_needed(sizes), measure.memory_needed(list(portions.values()))))
     try:
@@ -54,20 +62,26 @@ def run(
             session = results.begin(command_line("verify.bench.gpu"), settings, limits, commit)
             bench = Bench(ticking, arena, effort, seed, session, [plain(asdict(limit)) for limit in limits])
             for name, portion in portions.items():
-                _measure(results, bench, name, portion)
+                _measure(results, bench, name, portion, deadline)
     finally:
         results.write()
         arena.close()
 
 
-def _measure(results: Results, bench: Bench, name: str, portion: cases.Portion) -> None:
+def _measure(results: Results, bench: Bench, name: str, portion: cases.Portion, deadline: float) -> None:
     begin = written = time.monotonic()
+    if begin > deadline:
+        print(f"{name}: not begun, the budget is spent", file=sys.stderr)
+        return
     for row in measure.rows(bench, name, portion, results.done()):
         results.add(row)
         print(f"{time.monotonic() - begin:6.1f} s  {name}: {report.line(row)}", file=sys.stderr, flush=True)
         if time.monotonic() - written > WRITE_EVERY_S:
             results.write()
             written = time.monotonic()
+        if time.monotonic() > deadline:
+            print(f"{name}: not finished, the budget is spent", file=sys.stderr)
+            break
     results.write()
 
 
@@ -88,10 +102,23 @@ def _parser() -> argparse.ArgumentParser:
         help=f"default: {options.listed(cases.MODELS)}",
     )
     parser.add_argument(
+        "--layouts", type=options.one_of("layout", LAYOUTS), default=LAYOUTS, metavar="L,L", help="default: all"
+    )
+    parser.add_argument(
+        "--page-sizes",
+        type=lambda text: tuple(map(options.positive, text.split(","))),
+        default=cases.PAGE_SIZES,
+        metavar="N,N",
+        help=f"tokens a page, beside those of the presets; default: {options.listed(map(str, cases.PAGE_SIZES))}",
+    )
+    parser.add_argument(
         "--payload", type=options.nbytes, default=256 << 20, metavar="SIZE", help="bytes that move, 256MiB if not given"
     )
     parser.add_argument(
         "--seconds", type=float, default=Effort().seconds, help="device time of a cell (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--budget", type=float, default=math.inf, metavar="S", help="seconds after which no row is begun"
     )
     parser.add_argument("--platform", choices=("cuda", "emulated"), default="cuda", help="default: %(default)s")
     parser.add_argument("--seed", type=int, default=0, help="of page choice and fill (default: %(default)s)")

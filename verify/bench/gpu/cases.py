@@ -13,6 +13,7 @@ KIB, MIB = 1 << 10, 1 << 20
 MODELS = ("llama-3.1-8b", "deepseek-v3", "deepseek-v4-flash", "qwen3-next")
 FEW = ("llama-3.1-8b", "deepseek-v3")
 PAGE_MAJOR = ("page_first", "page_first_direct")
+PAGE_SIZES = (1, 16, 64)
 
 
 @dataclass(frozen=True)
@@ -99,6 +100,35 @@ def models(names: tuple[str, ...]) -> tuple[Case, ...]:
     return tuple(Case(name, spec) for name in names for spec in presets.model(name).values() if spec.page_bytes)
 
 
+def name_of(model: str, page_size: int | None) -> str:
+    """What the cases of a model are called with pages of some tokens, None: as its preset has them.
+
+    >>> name_of("llama-3.1-8b", 16), name_of("llama-3.1-8b", 64), name_of("llama-3.1-8b", None)
+    ('llama-3.1-8b, page 16', 'llama-3.1-8b', 'llama-3.1-8b')
+    """
+    as_preset = page_size is None or presets.model(model) == _with_pages(model, page_size)
+    return model if as_preset else f"{model}, page {page_size}"
+
+
+def paged(names: tuple[str, ...], page_sizes: tuple[int, ...]) -> tuple[Case, ...]:
+    """Pools of some models with other pages than their presets', as far as they are others then."""
+    return tuple(
+        Case(name_of(model, size), spec)
+        for model in names
+        for size in page_sizes
+        for pool, spec in _with_pages(model, size).items()
+        if spec.page_bytes and spec != presets.model(model)[pool]
+    )
+
+
+def _with_pages(model: str, page_size: int) -> dict[str, PoolSpec]:
+    """Pools by name; none where the model has pages of one size only, and it is another."""
+    try:
+        return presets.model(model, page_size=page_size)
+    except ValueError:
+        return {}
+
+
 def descriptor_cases(most_bytes: int) -> Iterator[Case]:
     """Pools whose every page is one run, so that descriptors and their length can be chosen."""
     for run in (512, 2 * KIB, 8 * KIB, 32 * KIB, 128 * KIB):
@@ -107,11 +137,20 @@ def descriptor_cases(most_bytes: int) -> Iterator[Case]:
                 yield Case(f"{count} runs of {run} B", presets.mla(1, run, torch.uint8, page_size=1), count)
 
 
-def portions(payload: int, names: tuple[str, ...] = MODELS) -> dict[str, Portion]:
-    """All portions, in the order in which they are measured."""
+def portions(
+    payload: int,
+    names: tuple[str, ...] = MODELS,
+    layouts: tuple[str, ...] = LAYOUTS,
+    page_sizes: tuple[int, ...] = PAGE_SIZES,
+) -> dict[str, Portion]:
+    """All portions, in the order in which they are measured.
+
+    layouts, page_sizes  of those portions that have every layout, and other pages than the presets'
+    """
     few = tuple(name for name in names if name in FEW) or names[:1]
+    other_pages = paged(names, page_sizes)
     return {
-        "core": Portion(models(names), LAYOUTS, lambda case, pages: BACKENDS, (payload,)),
+        "core": Portion(models(names), layouts, lambda case, pages: BACKENDS, (payload,)),
         "sglang": Portion(SGLANG_CASES, SGLANG_LAYOUTS, lambda case, pages: (*BACKENDS, *BY_LAYER), (payload,)),
         "sizes": Portion(
             models(names),
@@ -130,6 +169,10 @@ def portions(payload: int, names: tuple[str, ...] = MODELS) -> dict[str, Portion
         ),
         "variants": Portion(models(few), ("layer_first", *PAGE_MAJOR), lambda *_: VARIANTS, (payload,)),
         "matmul": Portion(models(few), PAGE_MAJOR, lambda *_: BESIDE_A_MATMUL, (payload,), interference=True),
+        "pages": Portion(other_pages, layouts, lambda *_: BACKENDS, (payload,)),
+        "contiguous": Portion(
+            (*models(names), *other_pages), layouts, lambda *_: BACKENDS, (payload,), scattered=False
+        ),
     }
 
 

@@ -45,8 +45,13 @@ def memory_needed(sizes: Sequence[int] = SIZES) -> int:
 
 
 def of(ceilings: Sequence[dict[str, Any]], direction: str, payload_bytes: int) -> float:
-    """GB/s of the smallest copy that has as many bytes, or else of the largest one."""
-    sizes = {c["payload_bytes"]: c["gb_per_s"] for c in ceilings if c["direction"] == direction}
+    """GB/s of the copy that a payload is held against."""
+    return fitting(ceilings, direction, payload_bytes)["gb_per_s"]
+
+
+def fitting(ceilings: Sequence[dict[str, Any]], direction: str, payload_bytes: int) -> dict[str, Any]:
+    """The smallest copy that has as many bytes, or else the largest one."""
+    sizes = {c["payload_bytes"]: c for c in ceilings if c["direction"] == direction}
     return sizes[min((size for size in sizes if size >= payload_bytes), default=max(sizes))]
 
 

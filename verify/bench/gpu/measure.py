@@ -60,11 +60,14 @@ class Bench:
 def memory_needed(portions: Sequence[Portion]) -> int:
     """Bytes of host memory that the largest pool takes, with what alignment loses."""
     return max(
-        (case.pages_of(payload) + SPARE_PAGES) * case.spec.page_bytes
-        + ALIGNMENT * (1 + 2 * len(case.spec.components) * (1 + case.spec.layers))
-        for portion in portions
-        for case in portion.cases
-        for payload in portion.payloads
+        (
+            (case.pages_of(payload) + SPARE_PAGES) * case.spec.page_bytes
+            + ALIGNMENT * (1 + 2 * len(case.spec.components) * (1 + case.spec.layers))
+            for portion in portions
+            for case in portion.cases
+            for payload in portion.payloads
+        ),
+        default=0,
     )
 
 

@@ -1,0 +1,200 @@
+"""Advice follows from samples: what lasts counts, noise decides nothing, and one pair serves all pools."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from refimpl import presets
+from verify.bench.gpu import here, recommend
+from verify.bench.gpu.recommend import Way, advice, choose, crossover, pairs, rows_of, rows_of_model, ways
+from verify.bench.noise import FLOOR, Fraction, fraction
+
+BYTES = 10**9
+Times = dict[tuple[str, str], tuple[float, float]]  # (layout, backend) -> seconds of the device, and of the host
+
+
+def timing(median: float, spread: float = 0.0) -> dict[str, Any]:
+    return {"median_s": median, "quartiles_s": [median * (1 - spread), median * (1 + spread)]}
+
+
+def row(pool: str, direction: str, layout: str, cells: dict[str, tuple[float, float]], **more: Any) -> dict[str, Any]:
+    made: list[dict[str, Any]] = [
+        {"mover": backend, "status": "measured", "timing": timing(device), "submit": timing(host), "interference": None}
+        for backend, (device, host) in cells.items()
+    ]
+    made.append({"mover": "staged", "status": "refused", "timing": None, "submit": None, "interference": None})
+    for cell in made:
+        cell["backend"] = cell["mover"]
+    page_bytes = presets.model("qwen3-next")[pool].page_bytes
+    fixed = {"session": 0, "portion": "core", "case": "qwen3-next", "scattered": True, "runs": []}
+    of_row = {"pool": pool, "direction": direction, "layout": layout, "payload_bytes": BYTES, "page_bytes": page_bytes}
+    return fixed | of_row | {"cells": made} | more
+
+
+def results(*rows: dict[str, Any]) -> dict[str, Any]:
+    """A plain copy of the same bytes takes a second."""
+    plain = [
+        {"direction": d, "payload_bytes": BYTES, "timing": timing(1.0), "gb_per_s": 1.0} for d in ("backup", "load")
+    ]
+    return {"sessions": [{"ceilings": plain}], "rows": list(rows)}
+
+
+def way(
+    backend: str, value: float, host_s: float = 0.0, lost_s: float = 0.0, pool: str = "kv", direction: str = "load"
+) -> Way:
+    return Way(pool, direction, "page_first", backend, Fraction(value, value, value), value, host_s, lost_s, False)
+
+
+def test_the_slower_of_device_and_host_counts() -> None:
+    content = results(row("kv", "load", "page_first", {"direct": (2.0, 4.0), "kernel": (2.0, 0.1)}))
+    direct, kernel = ways(content, content["rows"])
+    assert (direct.fraction.value, direct.host_bound) == (0.25, True)
+    assert (kernel.fraction.value, kernel.host_bound) == (0.5, False)
+    assert (direct.gb_per_s, direct.submit_s) == (0.25, 4.0)
+
+
+def test_quartiles_of_transfer_and_plain_copy_are_both_in_the_spread() -> None:
+    found = fraction(timing(2.0, 0.5), BYTES, timing(1.0, 0.1), BYTES)
+    assert (found.low, found.value, found.high) == pytest.approx((0.9 / 3, 0.5, 1.1))
+
+
+def test_a_plain_copy_of_other_bytes_is_scaled() -> None:
+    assert fraction(timing(2.0), BYTES, timing(1.0), 2 * BYTES).value == 0.25
+
+
+@pytest.mark.parametrize(
+    ("value", "taken"),
+    [(1 - FLOOR / 2, "kernel"), (1 - 2 * FLOOR, "direct")],
+    ids=["level, and the call is cheaper", "behind, however cheap"],
+)
+def test_noise_decides_nothing(value: float, taken: str) -> None:
+    choice = choose([way("direct", 1.0, host_s=1.0), way("kernel", value, host_s=0.1)])
+    assert choice.taken.backend == taken
+    assert choice.fastest.backend == "direct"
+    assert len(choice.level) == (2 if taken == "kernel" else 1)
+    assert (choice.behind is None) == (taken == "kernel")
+
+
+def test_of_level_ways_the_one_is_advised_that_takes_least_of_host_and_model() -> None:
+    level = [way("kernel", 1.0, host_s=0.1, lost_s=2.0), way("staged", 1.0, host_s=0.5), way("direct", 1.0, host_s=1.0)]
+    assert choose(level).taken.backend == "staged"
+
+
+def test_what_a_model_loses_is_that_of_the_fastest_blocks_for_as_long_as_bytes_move() -> None:
+    beside = row("kv", "load", "page_first", {"kernel, 1 block": (1.0, 0.1), "kernel, 4 blocks": (1.0, 0.1)})
+    for cell, rate, slowdown in zip(beside["cells"], (20.0, 50.0), (0.1, 0.4), strict=False):
+        cell |= {"backend": "kernel", "interference": {"gb_per_s": rate, "slowdown": slowdown}}
+    content = results(row("kv", "load", "page_first", {"kernel": (2.0, 0.1), "direct": (2.0, 0.1)}), beside)
+    assert recommend.losses(content) == {("kernel", "load"): 0.4}
+    kernel, direct = ways(content, content["rows"][:1])
+    assert (kernel.lost_s, direct.lost_s) == (pytest.approx(0.8), 0.0)
+
+
+def test_one_pair_for_all_pools_is_the_one_that_takes_the_least_time() -> None:
+    """kernel is best nowhere, and never far behind; direct is best in one pool and poor in the other."""
+    found = [
+        *(way("direct", 1.0, pool="kv", direction=d) for d in ("backup", "load")),
+        *(way("kernel", 0.8, pool="kv", direction=d) for d in ("backup", "load")),
+        *(way("direct", 0.2, pool="mamba", direction=d) for d in ("backup", "load")),
+        *(way("kernel", 0.8, pool="mamba", direction=d) for d in ("backup", "load")),
+        way("staged", 1.0, pool="mamba"),
+    ]
+    able = {pair.backend: pair for pair in pairs(found)}
+    assert set(able) == {"direct", "kernel"}, "a pair must work for every pool and direction"
+    # Four equal shares of the best time: 4 units; kernel takes 1.25 + 1.25 + 1 + 1.25.
+    assert able["kernel"].fraction.value == pytest.approx(4 / 4.75)
+    assert able["direct"].fraction.value == pytest.approx(4 / (1 + 1 + 4 + 5))
+    worst, share = able["direct"].least
+    assert (worst.pool, worst.direction, share) == ("mamba", "load", pytest.approx(0.2))
+    assert choose(list(able.values())).taken.backend == "kernel"
+
+
+def test_rows_of_a_model_are_found_by_the_bytes_of_its_pages() -> None:
+    small = presets.model("qwen3-next", page_size=16)["kv"].page_bytes
+    cells = {"direct": (1.0, 0.1)}
+    content = results(
+        row("kv", "load", "page_first", cells),
+        row("mamba", "load", "page_first", cells),
+        row("kv", "load", "page_first", cells, case="qwen3-next, page 16", portion="pages", page_bytes=small),
+        row("kv", "load", "page_first", cells, portion="contiguous", scattered=False),
+        row("kv", "load", "page_first", cells, portion="blocks"),
+        row("kv", "load", "page_first", cells, case="qwen3-next-80b"),
+    )
+    native, states, other, consecutive, *_ = content["rows"]
+    assert rows_of(content, "qwen3-next") == [native, states]
+    assert rows_of(content, "qwen3-next", 16) == [states, other]
+    assert rows_of(content, "qwen3-next", scattered=False) == [consecutive]
+    assert rows_of(content, "qwen3-next", layouts=("page_head",)) == []
+    assert rows_of_model(content, "qwen3-next") == [native, states, other, consecutive]
+
+
+def test_advice_names_pairs_margins_and_what_is_level() -> None:
+    cells = {"direct": (2.0, 0.1), "kernel": (1.0, 0.1), "auto": (1.25, 0.1)}
+    content = results(
+        *(row("kv", direction, "page_first", cells) for direction in ("backup", "load")),
+        *(row("kv", direction, "page_unified", {"direct": (1.01, 0.5)}) for direction in ("backup", "load")),
+    )
+    content["rows"][0]["cells"][1]["interference"] = {"slowdown": 0.25, "gb_per_s": 1.0}
+    backup, load, both, auto, beside = advice(content, content["rows"])
+    assert backup.startswith("kv backup: take page_first with kernel: 1.0 GB/s, 100.0% (100.0% to 100.0%) of the")
+    assert "Level within noise: direct in page_unified. Behind: page_first with direct, 0.50 of the fastest." in load
+    assert both.startswith("kv both ways: take page_first with kernel: 100.0% (100.0% to 100.0%) of what the best")
+    assert "takes 100,000 µs of the host, and a matmul beside it 250,000 µs longer" in backup
+    assert beside == "while bytes move, a matmul loses of its rate (medians): kernel backup 25.0%"
+    assert "80.0% of the rate of the best backend in the same layout (median of 2)" in auto
+
+
+def test_nothing_measured_is_no_advice() -> None:
+    content = results(row("kv", "load", "page_first", {}))
+    assert advice(content, content["rows"]) == []
+
+
+@pytest.mark.parametrize(
+    ("rate", "runs"),
+    [
+        ({1024: 1.0, 4096: 4.0}, 2048.0),
+        ({1024: 2.0, 4096: 2.0}, 0.0),
+        ({1024: 9.0, 4096: 1.0}, math.inf),
+        ({1024: 1.0, 4096: 4.0, 16384: 1.0, 65536: 4.0}, 32768.0),
+        ({2048: 9.0}, math.inf),
+    ],
+    ids=["rises above", "never below", "falls below", "counts the last time", "nothing in common"],
+)
+def test_crossover(rate: dict[int, float], runs: float) -> None:
+    assert crossover(rate, dict.fromkeys((1024, 4096, 16384, 65536), 2.0)) == pytest.approx(runs)
+
+
+def test_curves_are_by_number_and_length_of_runs() -> None:
+    cells = {"direct": (2.0, 0.1), "kernel": (1.0, 0.1)}
+    runs = [{"bytes": 512, "count": 64}]
+    content = results(row("kv", "load", "layer_first", cells, portion="descriptors", runs=runs))
+    assert recommend.curves(content) == {("load", "direct"): {64: {512: 0.5}}, ("load", "kernel"): {64: {512: 1.0}}}
+
+
+def test_committed_results_are_shown_where_a_file_is_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert here.shown()[0] == here.shown("committed")[0] == here.COMMITTED
+    path, content = here.shown("committed")
+    assert here.label(path, content).startswith("committed results, data/results/h200/bench.json: NVIDIA H200; ")
+
+
+@pytest.mark.slow
+@pytest.mark.emulated
+def test_a_machine_is_measured_by_the_command_that_anybody_can_give(tmp_path: Path) -> None:
+    path = tmp_path / "out" / "bench.json"
+    small: dict[str, Any] = {"payload": 1 << 17, "layouts": ("page_first",), "portions": ("pages",)}
+    here.measure(path, ("llama-3.1-8b",), 2, budget_s=60, platform="emulated", **small)
+    _, content = here.shown(str(path))
+    rows = recommend.rows_of(content, "llama-3.1-8b", 2)
+    assert [(row["pool"], row["layout"], row["direction"]) for row in rows] == [
+        ("kv", "page_first", "backup"),
+        ("kv", "page_first", "load"),
+    ]
+    assert advice(content, rows)[0].startswith("kv backup: take page_first with ")
+    assert here.label(path, content).startswith("this machine: ")
+    with pytest.raises(RuntimeError, match="there is no model 'llama-9'"):
+        here.measure(path, ("llama-9",))
