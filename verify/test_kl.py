@@ -79,7 +79,7 @@ EXACTLY = {"+": operator.add, "-": operator.sub, "×": operator.mul, "÷": opera
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("operation", EXACTLY)
 def test_arithmetic_is_rounded_as_ieee_says(operation: str, device: str) -> None:
-    """NumPy has the processor's own instructions. A square root would fail here: torch's on a CPU, MKL's, is no IEEE."""
+    """As NumPy does it, by the processor. A square root would fail here: torch's on a CPU comes from MKL."""
     a, b = np.random.default_rng(0).normal(size=(2, 1 << 18))
     got = EXACTLY[operation](torch.from_numpy(a).to(device), torch.from_numpy(b).to(device)).cpu()
     assert np.array_equal(got.numpy(), EXACTLY[operation](a, b))

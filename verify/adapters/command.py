@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,7 +11,8 @@ from pathlib import Path
 from verify.adapters import isolated, report, runner, suite
 from verify.adapters.protocol import SHIPPED, VARIABLE, Loaded, NoAdapter, load
 
-SHOWN = 10  # failures that are printed
+SHOWN = 10  # failures that are printed: the first of each pool, layout and direction
+REFERENCE = "ours-torch"  # whose report `--report` writes where no adapter is named
 
 
 def adapter(argv: Sequence[str]) -> int:
@@ -21,23 +23,32 @@ def adapter(argv: Sequence[str]) -> int:
     parser.add_argument("--adapter", metavar="ADAPTER", help="the same")
     parser.add_argument("--family", nargs="+", choices=suite.families(), metavar="FAMILY", help="default: all of them")
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="write report.json, index.html and badge.svg")
+    parser.add_argument("--report", type=Path, metavar="FOLDER", help=f"likewise; without any ADAPTER of {REFERENCE}")
     parser.add_argument("--same-process", action="store_true", help="for debuggers; a crash ends it")
     options = parser.parse_args(argv)
-    groups = [*suite.groups(options.family)]
+    groups, folder = [*suite.groups(options.family)], options.out or options.report
+    name = options.name or options.adapter or os.environ.get(VARIABLE) or (REFERENCE if options.report else None)
     try:
-        loaded, results = _results(options.name or options.adapter, groups, options.same_process)
+        loaded, results = _results(name, groups, options.same_process)
     except NoAdapter as error:
         print(error, file=sys.stderr)
         return 2
     stale = runner.stale(loaded, [outcome for _, _, outcome in results])
     content = report.as_json(loaded, results, stale)
-    failures = [outcome.message for _, _, outcome in results if outcome.status == "failed"]
-    print(*failures[:SHOWN], sep="\n", end="\n" if failures else "")
+    failures = {outcome.id: outcome.message for _, _, outcome in results if outcome.status == "failed"}
+    versions = (f"{name} {version}" for name, version in loaded.versions.items())
+    print(f"{loaded.name} on {loaded.device}: {', '.join(versions) or 'no versions given'}")
+    first = {case.rsplit("/", 1)[0]: message for case, message in reversed(failures.items())}
+    shown = [*reversed(first.values())][:SHOWN]
+    print(*shown, sep="\n", end="\n" if failures else "")
+    if len(failures) > len(shown):
+        print(f"… and {len(failures) - len(shown)} more" + ("" if folder else "; --out FOLDER writes down all of them"))
     print(*content["diagnosis"], *(f"stale: {line}" for line in stale), sep="\n", end="\n" if failures or stale else "")
     print(f"{loaded.name}: " + ", ".join(f"{number} {status}" for status, number in content["counts"].items()))
-    if options.out:
-        report.write(options.out, content)
-        print(f"{options.out / 'index.html'}: the same as a page; report.json can be submitted")
+    if folder:
+        report.write(folder, content)
+        print(f"suite {content['suite']['version']}, {report.mutation_score(content)}")
+        print(f"{folder / 'index.html'}: the same as a page; report.json can be submitted")
     return int(bool(failures or stale or not content["counts"]["passed"]))
 
 
@@ -50,11 +61,15 @@ def _results(name: str | None, groups: Sequence[suite.Group], same_process: bool
 
 
 def check_report(argv: Sequence[str]) -> int:
-    """Verify a submitted report: whole, of these vectors, and every case with the right bytes. Exit code: 0 or 1."""
+    """Verify a submitted report: whole, of these vectors, and every case with the right bytes. Exit code: 0, 1, or 2 where it cannot be checked."""
     parser = argparse.ArgumentParser(prog="python -m verify check-report", description=check_report.__doc__)
     parser.add_argument("file", type=Path, metavar="FILE")
     options = parser.parse_args(argv)
-    found = [*report.problems(options.file)]
+    try:
+        found = [*report.problems(options.file)]
+    except ModuleNotFoundError as error:
+        print(f"a report is checked with {error.name}, which is not installed", file=sys.stderr)
+        return 2
     print(*found[:SHOWN], sep="\n", end="\n" if found else "")
     print(f"{options.file}: " + (f"{len(found)} problems" if found else f"verified, {report.coverage(options.file)}"))
     return int(bool(found))

@@ -1,8 +1,10 @@
-"""Why a case failed: its first wrong word, decoded, and which known faults all failures have in common."""
+"""Why a case failed: its first wrong word, decoded; and what all failing cases have in common, in faults or in kind."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 
 import numpy as np
 
@@ -13,36 +15,49 @@ from verify.consumers import check_vectors as plain
 from verify.vectors.payload import POISON, SIDE, WORD, Place, place
 
 Sides = Mapping[str, Sequence[np.ndarray]]
+Results = Sequence[tuple[Group, Json, Outcome]]
 
 
-def explain(group: Group, test: Json, refusal: str | None, left: Sides) -> Iterator[str]:
-    """What is wrong with the buffers as they were left, destination first."""
-    to = plain.destination(test)
+def explain(group: Group, test: Json, refusal: str | None, left: Sides) -> tuple[list[str], str]:
+    """What is wrong with the answer and the buffers as they were left, destination first; and `Outcome.differs`."""
+    reasons, differs = [*_wrong_answer(test, refusal)], list[str]()
+    for side, right in _expected(group, test, refusal, left).items():
+        if found := _first_wrong(group, side, left[side], right):
+            reasons.append(found[0] if side == plain.destination(test) else f"the source was changed: {found[0]}")
+            differs.append(found[1])
+    return reasons, next(iter(differs), "")
+
+
+def _wrong_answer(test: Json, refusal: str | None) -> Iterator[str]:
     if refusal and test["result"] == "ok":
         yield f"was refused ({refusal})"
     if not refusal and test["result"] == "must-refuse":
         yield f"was not refused, though it must be: {test['reason']}"
+
+
+def _expected(group: Group, test: Json, refusal: str | None, left: Sides) -> dict[str, Sequence[np.ndarray]]:
+    """Both sides, destination first, as they ought to be after this answer: whoever refuses has moved nothing."""
+    to = plain.destination(test)
     moved = not refusal and test["result"] != "must-refuse"
-    expected = plain.move(group.geometry, test) if moved else [np.full_like(b, POISON) for b in left[to]]
-    if refusal and test["result"] == "ok" and all((b == POISON).all() for b in left[to]):
-        expected = left[to]
-    for side, right in (to, expected), (suite.other(to), group.filled[suite.other(to)]):
-        yield from _first_wrong(group, side, left[side], right, "" if side == to else "the source was changed: ")
+    right = plain.move(group.geometry, test) if moved else [np.full_like(b, POISON) for b in left[to]]
+    return {to: right, suite.other(to): group.filled[suite.other(to)]}
 
 
 def _first_wrong(
-    group: Group, side: str, left: Sequence[np.ndarray], right: Sequence[np.ndarray], prefix: str
-) -> Iterator[str]:
+    group: Group, side: str, left: Sequence[np.ndarray], right: Sequence[np.ndarray]
+) -> tuple[str, str] | None:
+    """The first wrong word of a side, in a sentence, and how it differs from the right one."""
     for buffer, ours, theirs, full in zip(group.geometry[side], left, right, group.filled[side], strict=True):
         wrong = np.flatnonzero(ours != theirs)
         if wrong.size:
             word = _word(buffer, int(wrong[0]))
-            where, due, found = (decoded(group.geometry, data[word].tobytes()) for data in (full, theirs, ours))
-            yield (
-                f"{prefix}{side} buffer {buffer['name']}, byte {wrong[0]} (of {where}): expected {due}, found {found}; "
+            place, due, found = (data[word].tobytes() for data in (full, theirs, ours))
+            where, expected, instead = (decoded(group.geometry, w) for w in (place, due, found))
+            return (
+                f"{side} buffer {buffer['name']}, byte {wrong[0]} (of {where}): expected {expected}, found {instead}; "
                 f"{wrong.size} of {ours.size} bytes are wrong"
-            )
-            return
+            ), difference(group.geometry, due, found)
+    return None
 
 
 def _word(buffer: Json, byte: int) -> slice:
@@ -57,15 +72,32 @@ def decoded(geometry: Json, word: bytes) -> str:
     """The place that a word names, in the pool's own words."""
     if set(word) == {POISON}:
         return "poison (nothing was written)"
-    at = place(word)
-    places = [at] if at else _places_of_a_tail(geometry, word) if len(word) < WORD else []
-    named = {c["id"]: c for c in geometry["components"]}
-    known = [p for p in places if p.component in named]
+    named, known = {c["id"]: c for c in geometry["components"]}, _places(geometry, word)
     if not known:
         why = "which is partly poison" if POISON in word else "which no place has"
         return f"bytes {word.hex(' ')}, {why}"
     also = f" (or one of {len(known) - 1} others)" if len(known) > 1 else ""
     return _text(named[known[0].component], known[0]) + also
+
+
+def difference(geometry: Json, due: bytes, found: bytes) -> str:
+    """How a wrong word differs from the right one: which parts of the place that it names are others."""
+    if set(found) == {POISON}:
+        return "nothing was written"
+    if set(due) == {POISON}:
+        return "written where nothing was due"
+    pairs = [(a, b) for a in _places(geometry, due) for b in _places(geometry, found)]
+    if not pairs:
+        return "bytes of no place"
+    parts = min(([part for part in asdict(a) if getattr(a, part) != getattr(b, part)] for a, b in pairs), key=len)
+    return f"another {' and '.join(parts)}"
+
+
+def _places(geometry: Json, word: bytes) -> list[Place]:
+    at = place(word)
+    places = [at] if at else _places_of_a_tail(geometry, word) if len(word) < WORD else []
+    ids = {c["id"] for c in geometry["components"]}
+    return [p for p in places if p.component in ids]
 
 
 def _places_of_a_tail(geometry: Json, tail: bytes) -> list[Place]:
@@ -89,24 +121,11 @@ def _text(component: Json, at: Place) -> str:
     return f"{component['name']} {layer} page {at.page}{token}{head} byte {at.word * WORD}"
 
 
-def in_common(failing: Sequence[tuple[Group, Json, Outcome]], passing: Sequence[tuple[Group, Json, Outcome]]) -> str:
-    """What failing cases of one result (`ok` or `must-refuse`) have in common, in a sentence."""
-    if not passing and all(not o.refused and o.sha256 == suite.unmoved(g, t) for g, t, o in failing):
-        return "none of them moves or refuses anything"
-    if all(o.refused for _, _, o in failing):
-        return "all of them are refused"
-    shared = set.intersection(*(suite.flags(g, t) for g, t, _ in failing))
-    fitting = sorted(shared.difference(*(suite.flags(g, t) for g, t, _ in passing)))
-    rest = sorted(shared.difference(fitting))
-    effects = suite.manifest()["flags"]
-    said = [f"{flag}, which shows in these and in no others: {effects[flag]}" for flag in fitting]
-    if rest:
-        said.append(f"All of them also catch {', '.join(rest)}, but so do cases that pass.")
-    return " ".join(said) or "no known fault is common to all of them"
+# ---- over all cases
 
 
 def summary(outcomes: Iterable[tuple[Group, Json, Outcome]]) -> Iterator[str]:
-    """How many fail that must move, how many that must be refused, and the faults that would explain it."""
+    """How many fail that must move, how many that must be refused, and what would explain it."""
     seen = [o for o in outcomes if o[2].status in ("passed", "failed", "expected")]
     for result, what in ("ok", "must move"), ("must-refuse", "must be refused"):
         failing, passing = (
@@ -115,4 +134,83 @@ def summary(outcomes: Iterable[tuple[Group, Json, Outcome]]) -> Iterator[str]:
         )
         if failing:
             count = f"{len(failing)} of {len(failing) + len(passing)} cases that {what} are wrong"
-            yield f"{count}; {in_common(failing, passing)}"
+            yield f"{count}; {' '.join(in_common(failing, passing))}"
+
+
+def in_common(failing: Results, passing: Results) -> Iterator[str]:
+    """What failing cases of one result (`ok` or `must-refuse`) have in common, in sentences."""
+    if not passing and all(not o.refused and o.sha256 == suite.unmoved(g, t) for g, t, o in failing):
+        yield "none of them moves or refuses anything."
+        return
+    if all(o.refused for _, _, o in failing):
+        yield "all of them are refused."
+    shared = set.intersection(*(suite.flags(g, t) for g, t, _ in failing))
+    fitting = sorted(shared.difference(*(suite.flags(g, t) for g, t, _ in passing)))
+    for flag in fitting:
+        yield f"{flag}, which shows in these and in no others: {suite.manifest()['flags'][flag]}"
+    if not fitting:
+        yield "no known fault shows in exactly these."
+    ways = Counter(o.differs for _, _, o in failing if o.differs)
+    if ways:
+        counts = (f"{way} ({number})" for way, number in ways.most_common())
+        yield f"The first wrong word, against the right one: {', '.join(counts)}."
+    apart = [*apart_from(failing, passing)]
+    if apart and not fitting:
+        fewest = min(number for number, _ in apart)
+        said = " and ".join(what for number, what in apart if number == fewest)
+        yield f"All of them have {said}; so have {fewest or 'none'} of the {len(passing)} that pass."
+    elif shared.difference(fitting):
+        yield f"They would also show {' or '.join(sorted(shared.difference(fitting)))}, but so would cases that pass."
+
+
+FEW = 0.1  # the part of the cases that pass which may have a property too, if it is to explain anything
+
+
+def _listed(group: Group, test: Json) -> int:
+    """Indices or entries in the list of the destination."""
+    to = plain.destination(test)
+    each = group.geometry["page_size"] if f"{to}_pages" in test else 1
+    return each * len(test.get(f"{to}_pages", test.get(f"{to}_indices", test.get(f"{to}_entries"))))
+
+
+def _row_bytes(group: Group) -> list[int]:
+    return [(c["heads"] or 1) * c["lanes"] * c["element_bytes"] for c in group.geometry["components"]]
+
+
+# What a fault that nobody has foreseen may depend on: words and numbers of a case.
+LABELS: dict[str, Callable[[Group, Json], str]] = {
+    "direction": lambda g, t: t["direction"],
+    "layout": lambda g, t: g.geometry["layout"],
+    "family": lambda g, t: g.family,
+}
+MEASURES: dict[str, Callable[[Group, Json], int]] = {
+    "layers": lambda g, t: len({layer for c in g.geometry["components"] for layer in c["layers"] if layer != SIDE}),
+    "components": lambda g, t: len(g.geometry["components"]),
+    "pages in the list": lambda g, t: _listed(g, t) // g.geometry["page_size"],
+    "indices in the list": _listed,
+    "tokens a page": lambda g, t: g.geometry["page_size"],
+    "bytes in the longest row": lambda g, t: max(_row_bytes(g)),
+    "bytes in the shortest row": lambda g, t: min(_row_bytes(g)),
+}
+STEPS = (2, 4, 8, 16, 32, 64, 128)
+
+
+def apart_from(failing: Results, passing: Results) -> Iterator[tuple[int, str]]:
+    """What every failing case has and few that pass: how many of these, and a word, a bound, or being no multiple."""
+    properties: list[tuple[Callable[[Group, Json], bool], str]] = []
+    for noun, label in LABELS.items():
+        of = {label(g, t) for g, t, _ in failing}
+        properties.append((lambda g, t, of=of, label=label: label(g, t) in of, f"{noun} {' or '.join(sorted(of))}"))
+    for noun, measure in MEASURES.items():
+        found = [measure(g, t) for g, t, _ in failing]
+        least, most = min(found), max(found)
+        properties.append((lambda g, t, n=least, m=measure: m(g, t) >= n, f"{least} or more {noun}"))
+        properties.append((lambda g, t, n=most, m=measure: m(g, t) <= n, f"{most} or fewer {noun}"))
+        step = next((step for step in STEPS if all(n % step for n in found)), 0)
+        if step:
+            said = f"a number of {noun} that is no multiple of {step}"
+            properties.append((lambda g, t, n=step, m=measure: m(g, t) % n > 0, said))
+    for has, said in properties:
+        also = sum(has(g, t) for g, t, _ in passing)
+        if also <= FEW * len(passing):
+            yield also, said

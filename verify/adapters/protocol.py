@@ -28,6 +28,13 @@ SHIPPED = {
     },
     "numpy": "verify.adapters.plain:Numpy",
     "null": "verify.adapters.plain:Null",
+    "sglang": "verify.adapters.sglang_functions:Sglang",
+    **{
+        f"sglang-{path}": f"verify.adapters.sglang_functions:{path.capitalize()}"
+        for path in ("staged", "bulk", "register", "unified", "mamba", "ops", "direct")
+    },
+    "sglang-pools": "verify.adapters.sglang_pools:Kernel",
+    "sglang-pools-direct": "verify.adapters.sglang_pools:Direct",
 }
 
 Json = dict[str, Any]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import platform
+import tomllib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
@@ -14,7 +16,7 @@ from string import Template
 
 import numpy as np
 
-from verify import page
+from verify import page, score
 from verify.adapters import diagnosis, suite
 from verify.adapters.protocol import Json, Loaded
 from verify.adapters.suite import STATUSES, Group, Outcome
@@ -32,20 +34,40 @@ Results = Sequence[tuple[Group, Json, Outcome]]
 
 
 def as_json(adapter: Loaded, results: Results, stale: Sequence[str]) -> Json:
-    return {
-        "schema": SCHEMA.name,
-        "vectors": {
-            "version": suite.manifest()["version"],
-            "sha256": suite.manifest_digest(),
-            "cases": suite.manifest()["cases"],
-        },
-        "adapter": {"name": adapter.name, "versions": adapter.versions, "device": adapter.device},
-        "environment": environment(),
-        "counts": tally(outcome.status for _, _, outcome in results),
-        "diagnosis": [*diagnosis.summary(results)],
-        "stale": list(stale),
-        "cases": [asdict(outcome) for _, _, outcome in results],
-    }
+    return sealed(
+        {
+            "schema": SCHEMA.name,
+            "suite": suite_itself(),
+            "vectors": {
+                "version": suite.manifest()["version"],
+                "sha256": suite.manifest_digest(),
+                "cases": suite.manifest()["cases"],
+            },
+            "adapter": {"name": adapter.name, "versions": adapter.versions, "device": adapter.device},
+            "environment": environment(),
+            "counts": tally(outcome.status for _, _, outcome in results),
+            "diagnosis": [*diagnosis.summary(results)],
+            "stale": list(stale),
+            "cases": [asdict(outcome) for _, _, outcome in results],
+        }
+    )
+
+
+def sealed(content: Json) -> Json:
+    """With the digest of all the rest, so that no edit by hand goes unnoticed. It is no signature."""
+    return content | {"sha256": _digest(content)}
+
+
+def _digest(content: Json) -> str:
+    rest = {key: value for key, value in content.items() if key != "sha256"}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
+
+
+def suite_itself() -> Json:
+    """Which suite it was, and how many of the faults built into it the suite catches, if that was measured for it."""
+    sources = score.sources()
+    version = tomllib.loads((score.ROOT / "pyproject.toml").read_text("utf-8"))["project"]["version"]
+    return {"version": version, "sources": sources, "mutants": score.kept(sources)}
 
 
 def environment() -> Json:
@@ -103,6 +125,8 @@ def problems(file: Path) -> Iterator[str]:
     except jsonschema.ValidationError as error:
         yield f"it does not follow {SCHEMA.name}: {error.json_path}: {error.message[:200]}"
         return
+    if content["sha256"] != _digest(content):
+        yield "it was edited: its sha256 is not that of its content"
     named = content["vectors"]
     if (named["sha256"], named["version"]) != (suite.manifest_digest(), suite.manifest()["version"]):
         yield f"it is of other vectors: manifest {named['sha256']}, here {suite.manifest_digest()}"
@@ -164,11 +188,13 @@ def as_page(content: Json) -> str:
     expected = [case["message"] for case in content["cases"] if case["status"] == "expected"]
     about = f"{versions or 'no versions given'}; {adapter['device']}; {where['system']}; {where['time']}"
     vectors = f"Golden vectors version {content['vectors']['version']}, manifest {content['vectors']['sha256']}."
+    by = f"Suite {content['suite']['version']}, sources {content['suite']['sources']}; {mutation_score(content)}."
     meanings = [f"<b>{status}</b>: {MEANING[status]} ({number:,})" for status, number in counts.items()]
     return page.page(
         f"{adapter['name']}: {_verdict(content)}",
         page.paragraph(about, "soft"),
         page.paragraph(vectors, "soft"),
+        page.paragraph(by, "soft"),
         page.items(meanings),
         *map(page.paragraph, content["diagnosis"]),
         *(page.paragraph(f"Stale: {line}") for line in content["stale"]),
@@ -177,6 +203,14 @@ def as_page(content: Json) -> str:
         *(_listed(title, lines) for title, lines in (("Failed", wrong), ("Expected to fail", expected)) if lines),
         page.link("report.json", "report.json"),
     )
+
+
+def mutation_score(content: Json) -> str:
+    """How strong the suite is that says so, in words."""
+    measured = content["suite"]["mutants"]
+    if not measured:
+        return "mutation score not measured for these sources"
+    return f"mutation score {measured['killed']} of {measured['total']}"
 
 
 def _rows(content: Json) -> Iterator[list[str]]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import traceback
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 import numpy as np
 
@@ -35,16 +37,22 @@ def check(adapter: Loaded, group: Group, test: Json) -> Outcome:
         try:
             adapter.run.transfer(geometry, layout, direction, host, device, host_list, device_list, test.get("layers"))
         except Exception as error:
-            refusal = f"{type(error).__name__}: {error}"
+            refusal = f"{_raised_at(error)}: {type(error).__name__}: {error}"
     digest = suite.combined("host", *([sha256(data) for data in memory[side].views.values()] for side in SIDES))
     guards = [damage for side in SIDES for damage in memory[side].damaged()]
     if (bool(refusal), digest) in suite.right(group, test) and not guards:
         return Outcome(test["id"], "passed", bool(refusal), digest)
     left = {side: [*memory[side].views.values()] for side in SIDES}
-    reasons = [*diagnosis.explain(group, test, refusal, left), *guards]
+    reasons, differs = diagnosis.explain(group, test, refusal, left)
     expected = adapter.why_expected(test["id"])
-    message = f"{test['id']}: {'; '.join(reasons)}"
-    return Outcome(test["id"], "expected" if expected else "failed", bool(refusal), digest, message)
+    message = f"{test['id']}: {'; '.join([*reasons, *guards])}"
+    return Outcome(test["id"], "expected" if expected else "failed", bool(refusal), digest, message, differs)
+
+
+def _raised_at(error: Exception) -> str:
+    """The file and line: a refusal that nobody meant is a mistake to be found."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{Path(frame.filename).name}:{frame.lineno}"
 
 
 class Memory:

@@ -41,13 +41,18 @@ class Group:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a case. `sha256` is `combined` of all buffers as they were left; none where it was not run."""
+    """What became of a case.
+
+    sha256   `combined` of all buffers as they were left; none where it was not run
+    differs  how the first wrong word differs from the right one, in a few words that many cases share
+    """
 
     id: str
     status: str
     refused: bool = False
     sha256: str | None = None
     message: str = ""
+    differs: str = ""
 
 
 @cache

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import argparse
 import gc
+import math
+import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -34,9 +36,11 @@ from verify.bench.provenance import ROOT, command_line, provenance
 from verify.bench.record import Timing
 
 SCHEMA = ROOT / "data" / "schemas" / "overlap.schema.json"
-SECONDS = 120.0
+SECONDS = 125.0
 SAMPLES = (5, 9)  # fewest, and most of short steps
 SHORT_S = 0.1  # of all samples of a step together, about
+LONG_S = 0.3  # a step that takes longer warms up within a sample
+DISTURBED, TRIES = 1.3, 3  # a pulse that is so much longer than the shortest; how often to try then, on a GPU
 LOADS = ("by layer", "at once")
 
 
@@ -50,12 +54,19 @@ class Wrong(Exception):
 
 @dataclass
 class Bench:
-    """What all workloads share; `until` is when the time is up, on the monotonic clock."""
+    """What all workloads share.
+
+    until    when the time is up, on the monotonic clock
+    tries    how often steps are timed at most, when the host is disturbed
+    quiet_s  the shortest pulse so far
+    """
 
     clock: Clock
     arena: Arena
     seed: int
     until: float
+    tries: int = 1
+    quiet_s: float = math.inf
 
     def prefix(self, workload: Workload, tokens: int) -> Prefix:
         return Prefix(self.clock, self.arena, workload.spec, tokens, workload.pages(tokens), self.seed)
@@ -63,6 +74,28 @@ class Bench:
     @staticmethod
     def tell(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
+
+    def pulse(self) -> float:
+        """Host seconds of a bit of work that is always the same: some small kernels are submitted."""
+        x, took = torch.zeros(1, device=self.clock.device), []
+        for _ in range(5):
+            begin = time.perf_counter()
+            for _ in range(100):
+                x.add_(1)
+            took.append(time.perf_counter() - begin)
+            self.clock.finish()
+        return round(statistics.median(took), 7)
+
+    def quietly(self, measure: Callable[[], None], tries: int | None = None) -> tuple[float, float]:
+        """Measure, and again if others disturbed the host. Pulses before and after the last time."""
+        tries, before = self.tries if tries is None else tries, self.pulse()
+        measure()
+        after = self.pulse()
+        self.quiet_s = min(self.quiet_s, before, after)
+        disturbed = max(before, after) > DISTURBED * self.quiet_s
+        if disturbed and tries > 1 and time.monotonic() < self.until:
+            return self.quietly(measure, tries - 1)
+        return before, after
 
     def require_time(self) -> None:
         if time.monotonic() > self.until:
@@ -88,6 +121,8 @@ def _inputs(bench: Bench, workload: Workload, tokens: int) -> torch.Tensor:
 
 def _recompute(bench: Bench, workload: Workload, layer: Layer) -> list[Recompute]:
     found = [Recompute(workload.model, tokens) for tokens in workload.recompute]
+    if not found:
+        return []
     with _told(bench, found, f"{workload.model}: room for {max(workload.recompute)} tokens"):
         prefix = bench.prefix(workload.from_nothing, workload.spec.page_size)
         with prefix.steps(layer, *workload.ways[0]) as steps:
@@ -123,35 +158,45 @@ def _rows(bench: Bench, workload: Workload, layer: Layer, tokens: int) -> list[R
             with prefix().steps(layer, layout, backend) as steps:
                 for row in rows:
                     if row.resident is None:
-                        results[row.new_tokens] = _resident(
-                            prefix(), steps, row, _inputs(bench, workload, row.new_tokens)
-                        )
-                loading = _verified(prefix(), steps, cells)
+                        x = _inputs(bench, workload, row.new_tokens)
+                        results[row.new_tokens] = _resident(bench, prefix(), steps, row, x)
+                _verify(prefix(), steps, cells)
+                bench.quietly(partial(_load_alone, steps, cells))
                 for row, cell in zip(rows, cells, strict=True):
                     with _told(bench, [cell], f"{name}, {row.new_tokens} new"):
                         bench.require_time()
+                        x = _inputs(bench, workload, row.new_tokens)
                         right = results[row.new_tokens] if row.repeatable else None
-                        _fill(cell, steps, _inputs(bench, workload, row.new_tokens), loading, right)
+                        cell.host_s = bench.quietly(partial(_fill, cell, steps, x, right))
     return rows
 
 
-def _fill(cell: Cell, steps: Steps, x: torch.Tensor, loading: Timeline, right: torch.Tensor | None) -> None:
-    cell.loading = loading
+def _load_alone(steps: Steps, cells: Sequence[Cell]) -> None:
+    loading = Timeline.of(_checked(steps, None, "by layer", None))
+    for cell in cells:
+        cell.loading = loading
+
+
+def _fill(cell: Cell, steps: Steps, x: torch.Tensor, right: torch.Tensor | None) -> None:
     cell.layerwise = Timeline.of(_checked(steps, x, "by layer", right))
     cell.all_first = Timeline.of(_checked(steps, x, "at once", right))
 
 
-def _resident(prefix: Prefix, steps: Steps, row: Row, x: torch.Tensor) -> torch.Tensor:
+def _resident(bench: Bench, prefix: Prefix, steps: Steps, row: Row, x: torch.Tensor) -> torch.Tensor:
     """Time the step without a load, and return its result."""
+
+    def measure() -> None:
+        row.resident = Timeline.of(_samples(partial(steps.run, x)))
+
     prefix.make_resident()
     right = steps.run(x)[1]
     row.repeatable = torch.equal(steps.run(x)[1], right)
-    row.resident = Timeline.of(_samples(partial(steps.run, x)))
+    row.host_s = bench.quietly(measure)
     return right
 
 
-def _verified(prefix: Prefix, steps: Steps, cells: Sequence[Cell]) -> Timeline:
-    """Load in both ways, and compare every byte; the load by layer, timed."""
+def _verify(prefix: Prefix, steps: Steps, cells: Sequence[Cell]) -> None:
+    """Load in both ways, and compare every byte."""
     descriptors = []
     for how in LOADS:
         steps.wipe()
@@ -165,7 +210,6 @@ def _verified(prefix: Prefix, steps: Steps, cells: Sequence[Cell]) -> Timeline:
                 cell.by_layer, cell.path = loads_by_layer(steps.pool), steps.receipts[0].path
     for cell in cells:
         cell.descriptors = descriptors[0], descriptors[1]
-    return Timeline.of(_checked(steps, None, "by layer", None))
 
 
 def _checked(steps: Steps, x: torch.Tensor | None, how: str, right: torch.Tensor | None) -> list[Sample]:
@@ -185,8 +229,10 @@ def _checked(steps: Steps, x: torch.Tensor | None, how: str, right: torch.Tensor
 def _samples(run: Callable[[], tuple[Sample, torch.Tensor]]) -> list[Sample]:
     """After one that warms up: a few, or some more of short ones."""
     fewest, most = SAMPLES
-    warm = run()[0].total_s
-    return [run()[0] for _ in range(max(fewest, min(most, int(SHORT_S / warm))))]
+    warm = run()[0]
+    count = max(fewest, min(most, int(SHORT_S / warm.total_s)))
+    found = [warm] if warm.total_s > LONG_S else []
+    return found + [run()[0] for _ in range(count - len(found))]
 
 
 @contextmanager
@@ -235,8 +281,9 @@ def run(
     try:
         with ticking.session(), torch.no_grad():
             content["ceilings"] = [asdict(limit) for limit in ceilings.measure(ticking, arena, sizes)]
+            bench = Bench(ticking, arena, seed, until, TRIES if platform == "cuda" else 1)
             for workload in workloads:
-                rows, recomputed = measure(Bench(ticking, arena, seed, until), workload)
+                rows, recomputed = measure(bench, workload)
                 content["rows"] += map(asdict, rows)
                 content["recompute"] += map(asdict, recomputed)
                 yield plain(content)

@@ -56,8 +56,9 @@ class Cell:
     status       "measured"; "refused" before a byte moved; "wrong": other bytes than the oracle's, or another result
                  than with a resident prefix; "failed": it raised; "left out": the time was up
     reason       why it is not measured
-    path         of the load by layer, from its receipts; `descriptors` likewise
+    path         of the load by layer, from its receipts
     descriptors  of the load by layer, and of all layers at once
+    host_s       what a bit of work that is always the same took the host, before these steps and after them
     loading      the load by layer alone, nothing is computed
     layerwise    each layer is computed as soon as it is there
     all_first    all layers are loaded in one transfer, then computed
@@ -70,6 +71,7 @@ class Cell:
     reason: str = ""
     path: str | None = None
     descriptors: tuple[int, int] | None = None
+    host_s: tuple[float, float] | None = None
     loading: Timeline | None = None
     layerwise: Timeline | None = None
     all_first: Timeline | None = None
@@ -77,7 +79,7 @@ class Cell:
     def give_up(self, status: str, reason: str) -> None:
         """Figures of a cell that is not measured would mislead."""
         self.status, self.reason = status, reason
-        self.loading = self.layerwise = self.all_first = None
+        self.host_s = self.loading = self.layerwise = self.all_first = None
 
 
 @dataclass
@@ -85,7 +87,7 @@ class Row:
     """A prefill of `new_tokens` after a prefix of `prefix_tokens`.
 
     repeatable   whether two steps with a resident prefix had the same result, bit for bit; if so, every other has it
-    resident     the step without any load
+    resident     the step without any load; `host_s` as of a cell
     """
 
     model: str
@@ -96,6 +98,7 @@ class Row:
     layer_bytes: int
     repeatable: bool | None = None
     resident: Timeline | None = None
+    host_s: tuple[float, float] | None = None
     cells: list[Cell] = field(default_factory=list)
 
 

@@ -20,8 +20,9 @@ from refimpl.assembler import Stack
 from refimpl.controller import Controller
 from refimpl.emulated import QueueRuntime
 from refimpl.host_buffers import HostBuffers
+from refimpl.layer_done import LayerDone
 from refimpl.receipt import Receipt
-from refimpl.runtime import Event
+from refimpl.runtime import Event, Runtime, Stream
 from verify.arena import Arena
 from verify.bench.gpu.clock import Clock
 from verify.bench.gpu.overlap_layers import Layer, Rows
@@ -30,14 +31,29 @@ from verify.bench.gpu.rig import OnDevice
 from verify.bench.measure import POISON, copy, host_tensors, wipe
 
 
+class Arrivals(LayerDone):
+    """It also notes when the layers of the last load arrived, on the device's clock."""
+
+    def __init__(self, runtime: Runtime, layers: int) -> None:
+        super().__init__(runtime, layers)
+        self.marks: list[Event] = []
+
+    def produce(self) -> int:
+        self.marks = []
+        return super().produce()
+
+    def record(self, producer: int, stream: Stream) -> None:
+        self.marks.append(self._runtime.record(stream, timed=True))
+        super().record(producer, stream)
+
+
 class Steps:
     """A model whose prefixes lie in host memory.
 
     layer        computes
     work         what it computes on
     device_slots of the prefix, neighbours; new tokens follow them
-    stream       of the model; `watch` does nothing but wait. Torch hands out 32 streams by turns: made together with
-                 those of the loads they are surely others
+    stream       of the model. Torch hands out 32 by turns: made together with those of the loads it is surely another
     """
 
     def __init__(self, layer: Layer, stack: Stack, host_slots: torch.Tensor, device_slots: torch.Tensor) -> None:
@@ -46,7 +62,8 @@ class Steps:
         self.slots, self.first, self.end = (host_slots, device_slots), int(device_slots[0]), int(device_slots[-1]) + 1
         self.controller = Controller(stack)
         self.runtime = self.controller.runtime
-        self.stream, self.watch = self.runtime.stream(), self.runtime.stream()
+        self.controller.layers = self.arrivals = Arrivals(self.runtime, self.work.spec.layers)
+        self.stream = self.runtime.stream()
         self.receipts: list[Receipt] = []  # of the last load
 
     def wipe(self) -> None:
@@ -60,12 +77,12 @@ class Steps:
         rows = Rows(self.first, first, first + (0 if x is None else len(x)))
         began = time.perf_counter()
         begin = self._mark()
-        arrived = [*self._load(how)]
+        arrived = self._load(how)
         submitted = time.perf_counter() - began
         begun, finished, state = [], [], [x]
         for layer in range(self.work.spec.layers):
             if how == "by layer":
-                arrived.append(self._wait_for(layer))
+                self.controller.wait_until(layer)
             begun.append(self._mark())
             if x is not None:
                 self._submit(partial(self._compute, state, layer, rows))
@@ -82,25 +99,19 @@ class Steps:
         assert x is not None
         state[0] = self.layer(x, self.work, layer, rows)
 
-    def _load(self, how: str) -> Iterator[Event]:
-        """Submit the load; marks of what arrives on the caller's stream."""
+    def _load(self, how: str) -> list[Event]:
+        """Submit the load; marks of what arrives: of each layer, or of all at once."""
         self.receipts = []
         self.controller.set_consumer(None)
         if how == "by layer":
             assert self.controller.load("prefix", [PoolTransfer("kv", *self.slots)])
             self.controller.set_consumer(self.controller.start_loading())
+            return self.arrivals.marks
         if how == "at once":
             transfer = self.pool.prepare(self.work, *self.slots, "load")
             self.runtime.issue(self.runtime.current(), lambda: self.receipts.append(transfer.run()))
-            yield self._mark()
-
-    def _wait_for(self, layer: int) -> Event:
-        """The model waits for a layer, and so does a stream that does nothing else: it sees when the layer arrives."""
-        with self.runtime.on(self.watch):
-            self.controller.wait_until(layer)
-            arrived = self._mark()
-        self.controller.wait_until(layer)
-        return arrived
+            return [self._mark()]
+        return []
 
     def _settle(self, arrived: Sequence[Event]) -> None:
         """Everything that was under way has ended, and well."""

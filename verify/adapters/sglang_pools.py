@@ -1,0 +1,304 @@
+"""SGLang's own host pools, built over the buffers of a vector and told to back up and load, as its controller does.
+
+Its controller hands a pool the index lists where the backend wants them: on the CPU for the copy engine, on the GPU
+for kernels, except host indices of a staged write-back. Names are those of SGLang 0.5.23.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+
+from verify.adapters import sglang_pieces
+from verify.adapters.protocol import Buffers, Json
+from verify.adapters.sglang_memory import Bundle, Slab, bundles, on_a_stream
+
+LAYOUTS = {"kernel": ("layer_first", "page_first", "page_head"), "direct": ("layer_first", "page_first_direct")}
+
+
+@dataclass(frozen=True)
+class Kind:
+    """How one of SGLang's pools is built: `make(geometry, layout, part or parts, device tensors by part)`."""
+
+    piece: str
+    make: Callable[[Json, str, list[Bundle], dict[str, list[torch.Tensor]]], list[Any]]
+    page_head: bool = False
+
+
+def mha(geometry: Json, layout: str, parts: list[Bundle], rows: dict[str, list[torch.Tensor]]) -> list[Any]:
+    """K and V of one width or of two."""
+    k, v = (part for bundle in parts for part in bundle.parts)
+    heads, widths = k["heads"], [part["lanes"] * part["element_bytes"] for part in (k, v)]
+    found = [[row.view(-1, heads, width) for row in rows[part]] for part, width in zip("kv", widths, strict=True)]
+    module, info = sglang_pieces.piece("mha pools"), _infos()
+    buffers = info.KVBuffers(
+        k=tuple(found[0]),
+        v=tuple(found[1]),
+        k_data_ptrs=_table(found[0]),
+        v_data_ptrs=_table(found[1]),
+        layout=info.KVBufferLayout.NHD,
+    )
+    described = info.MHABufferInfo(
+        buffers=buffers,
+        page_size=geometry["page_size"],
+        head_num=heads,
+        head_dim=widths[0],
+        v_head_dim=widths[1],
+        dtype=torch.uint8,
+        device=found[0][0].device,
+    )
+    kind = module.MHATokenToKVPoolHost if widths[0] == widths[1] else module.AsymmetricMHATokenToKVPoolHost
+    return [kind(described, **_sizes(geometry, layout, len(found[0])))]
+
+
+def mla(geometry: Json, layout: str, parts: list[Bundle], rows: dict[str, list[torch.Tensor]]) -> list[Any]:
+    """A single latent row a token."""
+    (bundle,), info = parts, _infos()
+    found, width = [row.view(-1, 1, bundle.row) for row in rows[bundle.parts[0]["name"]]], bundle.row
+    described = info.MLABufferInfo(
+        buffers=tuple(found),
+        data_ptrs=_table(found),
+        layer_indices=tuple(range(len(found))),
+        device_layer_num=len(found),
+        page_size=geometry["page_size"],
+        kv_lora_rank=width,
+        qk_rope_head_dim=0,
+        kv_cache_dim=width,
+        dtype=torch.uint8,
+        device=found[0].device,
+    )
+    pool = sglang_pieces.piece("mla pools").MLATokenToKVPoolHost
+    return [pool(described, target_layer_num=len(found), **_sizes(geometry, layout, len(found)))]
+
+
+def page_rows(geometry: Json, layout: str, parts: list[Bundle], rows: dict[str, list[torch.Tensor]]) -> list[Any]:
+    """Opaque rows of whole pages: a pool for each component."""
+    pool = sglang_pieces.piece("v4 pools").DeepSeekV4PagedHostPool
+    return [
+        pool(
+            pool_name=name,
+            device_buffers=rows[name],
+            item_bytes=bundle.row,
+            num_host_pages=geometry["host_pages"],
+            slot_page_size=geometry["page_size"],
+            layout=layout,
+            pin_memory=torch.cuda.is_available(),
+            page_aligned_only=True,
+        )
+        for bundle in parts
+        for name in [bundle.parts[0]["name"]]
+    ]
+
+
+def states(geometry: Json, layout: str, parts: list[Bundle], rows: dict[str, list[torch.Tensor]]) -> list[Any]:
+    """Rings of states, one row a page; a device pool is read for its tensor and its ring alone."""
+    (bundle,) = parts
+    of_layers = [
+        SimpleNamespace(ring_size=1, kv_score_buffer=SimpleNamespace(kv_score=row))
+        for row in rows[bundle.parts[0]["name"]]
+    ]
+    pool = sglang_pieces.piece("v4 pools").DeepSeekV4StateHostPool
+    return [
+        pool(
+            pool_name=bundle.parts[0]["name"],
+            state_pools=of_layers,
+            num_host_pages=geometry["host_pages"],
+            swa_page_size=geometry["page_size"],
+            layout=layout,
+            pin_memory=torch.cuda.is_available(),
+        )
+    ]
+
+
+KINDS = {
+    "mha": Kind("mha pools", mha, page_head=True),
+    "asymmetric": Kind("mha pools", mha),
+    "mla": Kind("mla pools", mla),
+    "page rows": Kind("v4 pools", page_rows),
+    "states": Kind("v4 pools", states),
+}
+
+
+def kind_of(geometry: Json) -> Kind | None:
+    """By what the pool is made of, whatever the vectors call it."""
+    parts = geometry["components"]
+    if [part["name"] for part in parts] == ["k", "v"]:
+        return KINDS["mha" if len([*bundles(geometry, "")]) == 1 else "asymmetric"]
+    if all(part["unit"] == "page" for part in parts):
+        return KINDS["states" if all("state" in part["name"] for part in parts) else "page rows"]
+    one = len(parts) == 1 and parts[0]["unit"] == "token" and not parts[0]["heads"]
+    return KINDS["mla"] if one else None
+
+
+class Pools:
+    """The pools with one of SGLang's two backends."""
+
+    def __init__(self, backend: str, where: str = "cuda") -> None:
+        self.backend, self.where = backend, where
+        self.expected_failures = f"sglang_expected/pools_{backend}.txt"
+        self.device = torch.cuda.get_device_name() if torch.cuda.is_available() else "no CUDA device"
+        self.versions = sglang_pieces.versions({kind.piece for kind in KINDS.values()} | {"ops"})
+        self.built: Built | None = None
+
+    def capabilities(self, geometry: Json, layout: str, direction: str) -> str | None:
+        if not geometry["host"]:
+            return f"{layout} is no layout of this pool"
+        kind = kind_of(geometry)
+        if kind is None:
+            return "none of SGLang's pools is built over such components alone"
+        if direction.endswith("_entries"):
+            return "SGLang moves single entries only of its own C4 pages of 64"
+        if layout not in LAYOUTS[self.backend] or (layout == "page_head" and not kind.page_head):
+            return f"SGLang's pool has no {self.backend} transfers in {layout}"
+        reasons = [self._limit(bundle) for bundle in bundles(geometry, layout)]
+        if reason := next((reason for reason in reasons if reason), None):
+            return reason
+        for piece in (kind.piece, "ops"):
+            if reason := sglang_pieces.why_absent(piece):
+                return reason
+        if self.where == "cuda" and not torch.cuda.is_available():
+            return "there is no CUDA device"
+        return self._why_not_built(geometry, layout)
+
+    def _limit(self, bundle: Bundle) -> str | None:
+        """Its kernels move words of eight bytes; that is found out when they are launched."""
+        part = bundle.lane_bytes if bundle.layout == "page_head" else bundle.row
+        return f"parts of {part} bytes; it takes multiples of 8" if self.backend == "kernel" and part % 8 else None
+
+    def _why_not_built(self, geometry: Json, layout: str) -> str | None:
+        """One group after the other: the last one is at hand."""
+        if self.built is None or self.built.id != geometry["id"]:
+            if self.built is not None:
+                self.built.close()
+            self.built = None
+            try:
+                self.built = Built(geometry, layout, self.where)
+            except Exception as error:
+                return f"its pool cannot be built: {type(error).__name__}: {error}"
+        return None
+
+    def transfer(
+        self,
+        geometry: Json,
+        layout: str,
+        direction: str,
+        host: Buffers,
+        device: Buffers,
+        host_indices: np.ndarray,
+        device_indices: np.ndarray,
+        layers: Sequence[int] | None,
+    ) -> None:
+        for side, given in ("host", host_indices), ("device", device_indices):
+            rows = geometry[f"{side}_pages"] * geometry["page_size"]
+            if given.size and not 0 <= given.min() <= given.max() < rows:
+                return  # no pool checks its lists: the process would end; what stays undone counts as wrong
+        pools = self.built
+        assert pools is not None, "capabilities has built it"
+        pools.fill(host, device)
+        try:
+            with on_a_stream(self.where):
+                for pool in pools.pools:
+                    self._move(pool, geometry, direction, host_indices, device_indices, layers)
+        finally:
+            pools.hand_back(host, device)
+
+    def _move(
+        self,
+        pool: Any,
+        geometry: Json,
+        direction: str,
+        host_indices: np.ndarray,
+        device_indices: np.ndarray,
+        layers: Sequence[int] | None,
+    ) -> None:
+        kept_here = direction == "backup" and pool.layout == "page_first" and pool.can_use_write_back_jit
+        where = self.where if self.backend == "kernel" else "cpu"
+        host_list = torch.from_numpy(host_indices).to("cpu" if kept_here else where)
+        device_list = torch.from_numpy(device_indices).to(where)
+        if direction == "backup":
+            pool.backup_from_device_all_layer(None, host_list, device_list, self.backend)
+            return
+        for at, layer in enumerate(geometry["components"][0]["layers"]):
+            if layers is None or layer in layers:
+                pool.load_to_device_per_layer(None, host_list, device_list, at, self.backend)
+
+
+class Built:
+    """SGLang's pools of a group, one for each of its components or for all of them, and the device's buffers."""
+
+    def __init__(self, geometry: Json, layout: str, where: str) -> None:
+        kind, parts = kind_of(geometry), [*bundles(geometry, layout)]
+        assert kind is not None, "capabilities has refused it"
+        self.id = geometry["id"]
+        self._slabs = {b["name"]: Slab(np.zeros(b["bytes"], np.uint8), where) for b in geometry["device"]}
+        rows: dict[str, list[torch.Tensor]] = {}
+        for part in geometry["components"]:
+            held = [b["name"] for b in geometry["device"] if part["name"] in b["components"]]
+            width = part["lanes"] * part["element_bytes"] * (part["heads"] or 1)
+            rows[part["name"]] = [self._slabs[name].view.view(-1, width) for name in held]
+        self.pools = kind.make(geometry, layout, parts, rows)
+
+    def fill(self, host: Buffers, device: Buffers) -> None:
+        """Both keep components and layers in order, however many tensors they cut them into."""
+        joined, begin = torch.from_numpy(np.concatenate([*host.values()])), 0
+        for tensor in self._host():
+            tensor.copy_(joined[begin : begin + tensor.numel()])
+            begin += tensor.numel()
+        for name, data in device.items():
+            self._slabs[name].view.copy_(torch.from_numpy(data))
+
+    def hand_back(self, host: Buffers, device: Buffers) -> None:
+        joined, begin = torch.cat(self._host()).numpy(), 0
+        for data in host.values():
+            data[:] = joined[begin : begin + data.size]
+            begin += data.size
+        for name, data in device.items():
+            data[:] = self._slabs[name].view.cpu().numpy()
+        if any(slab.damaged() for slab in self._slabs.values()):
+            raise MemoryError("memory beside a buffer was written")
+
+    def close(self) -> None:
+        """Before the memory goes: a range that stays registered would spoil the next pool that is given it."""
+        for pool in self.pools:
+            pool.destroy()
+
+    def _host(self) -> list[torch.Tensor]:
+        owned = [pool.kv_buffer for pool in self.pools]
+        tensors = [t for of_pool in owned for t in (of_pool if isinstance(of_pool, (list, tuple)) else [of_pool])]
+        return [tensor.view(-1) for tensor in tensors]
+
+
+def _infos() -> Any:
+    return sglang_pieces.piece("device infos")
+
+
+def _table(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.tensor([t.data_ptr() for t in tensors], dtype=torch.uint64, device=tensors[0].device)
+
+
+def _sizes(geometry: Json, layout: str, layers: int) -> Json:
+    """Exactly the pages of the vector: a stated capacity gets no page on top."""
+    size = geometry["page_size"]
+    return {
+        "host_to_device_ratio": 0.0,
+        "host_size": 0,
+        "page_size": size,
+        "layout": layout,
+        "device_capacity_tokens": geometry["device_pages"] * size,
+        "host_token_capacity": geometry["host_pages"] * size,
+        "pin_memory": torch.cuda.is_available(),
+        "start_layer": 0,
+        "end_layer": layers,
+    }
+
+
+def __getattr__(name: str) -> Pools:
+    backends = {backend.capitalize(): backend for backend in LAYOUTS}
+    if name not in backends:
+        raise AttributeError(f"there is no backend {name!r}; there are {', '.join(backends)}")
+    return Pools(backends[name])

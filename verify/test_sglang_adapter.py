@@ -1,0 +1,391 @@
+"""The adapters of SGLang without SGLang: what they say is absent, and that they hand over the right addresses.
+
+On a CPU nothing of SGLang's can move a byte, so a stand-in does it, by the address arithmetic that its functions
+document: whoever passes a wrong table, stride, index or item size gets wrong bytes. Where SGLang is installed, its own
+pools are built too.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from itertools import product
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from verify import cli
+from verify.adapters import protocol, runner, sglang_pieces, suite
+from verify.adapters.sglang_functions import PATHS, Functions
+from verify.adapters.sglang_pools import LAYOUTS, Built, Pools
+from verify.adapters.suite import Group
+
+pytestmark = pytest.mark.vectors
+
+NAMES = [name for name in protocol.SHIPPED if name.startswith("sglang")]
+GROUPS = {group.geometry["id"]: group for group in suite.groups()}
+CLEAN = ("passed", "unsupported")
+
+
+@pytest.fixture
+def without_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a machine that has none of it, whatever this one has."""
+
+    def absent(name: str) -> Any:
+        raise sglang_pieces.Absent(f"{sglang_pieces.PIECES[name]}: not installed")
+
+    monkeypatch.setattr(sglang_pieces, "piece", absent)
+
+
+# ---- absent pieces
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_adapter_loads_without_sglang_and_names_what_is_absent(name: str, without_sglang: None) -> None:
+    found = protocol.load(name)
+    absent = {piece: why for piece, why in found.versions.items() if piece in sglang_pieces.PIECES}
+    assert absent
+    assert all(why.startswith("absent (") for why in absent.values()), absent
+
+
+def test_a_cell_is_refused_for_its_layout_before_a_piece_is_looked_for(without_sglang: None) -> None:
+    group = GROUPS["mha-wide/page_first_direct"]
+    reason = Functions("staged").capabilities(group.geometry, "page_first_direct", "backup")
+    assert reason == "staged: it has no backup in page_first_direct"
+
+
+def test_a_cell_that_exists_is_refused_because_a_piece_is_absent(without_sglang: None) -> None:
+    group = GROUPS["mha-wide/page_first"]
+    reason = Functions("staged").capabilities(group.geometry, "page_first", "backup")
+    assert reason == "staged: sglang.kernels.ops.kvcache.hicache: not installed"
+    reason = Pools("kernel").capabilities(group.geometry, "page_first", "backup")
+    assert reason == "sglang.srt.mem_cache.pool_host.mha: not installed"
+
+
+def test_a_package_whose_start_fails_still_gives_its_pieces(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "starts_badly"
+    package.mkdir()
+    (package / "__init__.py").write_text("import a_package_that_nobody_has\n")
+    (package / "kernels.py").write_text("answer = 42\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(sglang_pieces.PIECES, "badly", "starts_badly.kernels")
+    assert sglang_pieces.piece("badly").answer == 42
+    monkeypatch.setitem(sglang_pieces.PIECES, "nowhere", "starts_badly.pools")
+    with pytest.raises(sglang_pieces.Absent, match=r"starts_badly\.pools: No module named"):
+        sglang_pieces.piece("nowhere")
+
+
+def test_the_command_prints_pieces_and_versions(capsys: pytest.CaptureFixture[str], without_sglang: None) -> None:
+    cli.main(["--adapter", "sglang", "--family", "mamba", "--same-process"])
+    first = capsys.readouterr().out.splitlines()[0]
+    assert f"torch {torch.__version__}" in first
+    assert "hicache absent (" in first
+
+
+# ---- what they hand over
+
+
+def pairs(sources: torch.Tensor, destinations: torch.Tensor, page: int = 1) -> list[tuple[int, int]]:
+    """The first index of every page on both sides; the others are taken for granted."""
+    assert len(sources) % page == 0
+    return list(zip(sources.tolist(), destinations.tolist(), strict=True))[::page]
+
+
+class StandIn:
+    """Every function that the adapters call, by its documented arithmetic on addresses; row by row on a CPU.
+
+    Of row `r` in bytes: layer-first `r * item`, page-first `r * layout_dim + layer * item`; page-head, head `h` of H,
+    `r / P * P * layout_dim + (h * P + r % P) * layout_dim / H + layer * item / H`.
+    """
+
+    TMA_BLOCK_QUOTA = 4
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        if name.startswith(("can_use", "use_hicache_tma")):
+            return lambda **_: True
+        if not name.startswith("transfer_kv_"):
+            raise AttributeError(name)
+        return lambda **arguments: self._ops(name.removeprefix("transfer_kv_"), **arguments)
+
+    def hicache_tma_rows_per_chunk(self, _: int) -> int:
+        return 2
+
+    def _ops(
+        self, name: str, src_indices: torch.Tensor, dst_indices: torch.Tensor, item_size: int, **more: Any
+    ) -> None:
+        """Tables on both sides, or a tensor on the host's side, and of one layer on the device's too."""
+        assert item_size % 8 == 0
+        host = "dst" if name.startswith("all_layer") else "src"
+        parts = ("",) if "mla" in name else ("_k", "_v")
+        layers = range(more["num_layers"]) if host == "dst" else [more.get("layer_id", 0)]
+        heads = more.get("head_num", 1)
+        for (s, d), part, layer, head in product(pairs(src_indices, dst_indices), parts, layers, range(heads)):
+            found = {}
+            for end, row in ("src", s), ("dst", d):
+                at, stride = head * item_size // heads, more.get(f"{end}_layout_dim")
+                if f"{end}{part}_layers" in more:
+                    found[end] = int(more[f"{end}{part}_layers"][layer]) + row * item_size + at
+                elif stride is None:
+                    found[end] = more[f"{end}{part}"].data_ptr() + row * item_size + at
+                else:
+                    page, column = more.get("page_size", 1), stride // heads
+                    within = row // page * page * stride + head * page * column + row % page * column
+                    found[end] = more[f"{end}{part}"].data_ptr() + within + layer * item_size // heads
+            ctypes.memmove(found["dst"], found["src"], item_size // heads)
+
+    def transfer_kv_direct(self, sources: Any, targets: Any, s: Any, d: Any, page: int) -> None:
+        for source, target in zip(sources, targets, strict=True):
+            for a, b in pairs(s, d, page):
+                target[b : b + page] = source[a : a + page]
+
+    def transfer_kv_all_layer_direct_lf_pf(self, sources: Any, targets: Any, s: Any, d: Any, page: int) -> None:
+        layers = len(sources) // len(targets)
+        for number, source in enumerate(sources):
+            for a, b in pairs(s, d, page):
+                targets[number // layers][b // page, number % layers] = source[a : a + page]
+
+    def transfer_kv_per_layer_direct_pf_lf(
+        self, sources: Any, targets: Any, s: Any, d: Any, layer: int, page: int
+    ) -> None:
+        for source, target in zip(sources, targets, strict=True):
+            for a, b in pairs(s, d, page):
+                target[b : b + page] = source[a // page, layer]
+
+    def transfer_hicache_one_layer(self, **a: Any) -> None:
+        for letter in ("k_", "v_"):
+            self._one(a[f"{letter}cache_dst"], a["indices_dst"], a[f"{letter}cache_src"], a["indices_src"])
+
+    def transfer_hicache_one_layer_mla(self, **a: Any) -> None:
+        self._one(a["cache_dst"], a["indices_dst"], a["cache_src"], a["indices_src"])
+
+    def _one(self, target: torch.Tensor, d: torch.Tensor, source: torch.Tensor, s: torch.Tensor) -> None:
+        for a, b in pairs(s, d):
+            target[b] = source[a]
+
+    def transfer_hicache_all_layer(self, **a: Any) -> None:
+        for letter in ("k_", "v_"):
+            self._all(a[f"{letter}ptr_dst"], a[f"{letter}ptr_src"], "kv_cache", a)
+
+    def transfer_hicache_all_layer_mla(self, **a: Any) -> None:
+        self._all(a["ptr_dst"], a["ptr_src"], "cache", a)
+
+    def _all(self, targets: torch.Tensor, sources: torch.Tensor, before: str, a: dict[str, Any]) -> None:
+        for target, source in zip(targets.tolist(), sources.tolist(), strict=True):
+            for s, d in pairs(a["indices_src"], a["indices_dst"]):
+                to = target + d * a[f"{before}_dst_stride_bytes"]
+                ctypes.memmove(to, source + s * a[f"{before}_src_stride_bytes"], a["element_size"])
+
+    def transfer_hicache_all_layer_staged_lf_pf(self, **a: Any) -> None:
+        for letter, of in ("k_", "_k"), ("v_", "_v"):
+            self._staged(a[f"{letter}ptr_src"], a[f"staging{of}"], a[f"dst{of}"], a)
+
+    def transfer_hicache_all_layer_mla_staged_lf_pf(self, **a: Any) -> None:
+        self._staged(a["ptr_src"], a["staging"], a["dst"], a)
+
+    def _staged(self, sources: torch.Tensor, staging: torch.Tensor, target: torch.Tensor, a: dict[str, Any]) -> None:
+        page, element = a["page_size"], a["element_size"]
+        assert staging.shape[1:] == target.shape[1:]
+        assert (staging.shape[0] % page, element % 16) == (0, 0)
+        for s, d in pairs(a["src_indices"], a["dst_indices"], page):
+            for token in range(page):
+                for layer, source in enumerate(sources.tolist()):
+                    ctypes.memmove(target[d + token, layer].data_ptr(), source + (s + token) * element, element)
+
+    def transfer_hicache_all_layer_staged_lf_page_unified(self, **a: Any) -> None:
+        page = a["dst"].shape[4]
+        for part, sources in enumerate((a["k_ptr_src"], a["v_ptr_src"])):
+            for s, d in pairs(a["src_pages"], a["dst_pages"]):
+                for layer, source in enumerate(sources.tolist()):
+                    for group in range(a["dst"].shape[1]):
+                        self._rows(a["dst"][d, group, layer, part], source, s * page, group, a["dst"].shape[1])
+
+    @staticmethod
+    def _rows(target: torch.Tensor, source: int, first: int, group: int, groups: int) -> None:
+        width = target[0].numel()
+        for token in range(target.shape[0]):
+            ctypes.memmove(target[token].data_ptr(), source + ((first + token) * groups + group) * width, width)
+
+    def transfer_hicache_all_layer_mla_staged_lf_page_unified(self, **a: Any) -> None:
+        page = a["dst"].shape[2]
+        for s, d in pairs(a["src_pages"], a["dst_pages"]):
+            for layer, source in enumerate(a["ptr_src"].tolist()):
+                self._rows(a["dst"][d, layer], source, s * page, 0, 1)
+
+    def transfer_hicache_one_layer_page_unified_lf(self, **a: Any) -> None:
+        source, page, groups = a["src"], a["src"].shape[4], a["src"].shape[1]
+        for part, target in enumerate((a["k_cache_dst"], a["v_cache_dst"])):
+            for s, d in pairs(a["src_indices"], a["dst_indices"]):
+                heads = [source[s // page, g, a["layer_id"], part, s % page] for g in range(groups)]
+                target[d] = torch.cat(heads)
+
+    def transfer_hicache_one_layer_mla_page_unified_lf(self, **a: Any) -> None:
+        page = a["src"].shape[2]
+        for s, d in pairs(a["src_indices"], a["dst_indices"]):
+            a["cache_dst"][d] = a["src"][s // page, a["layer_id"], s % page].view(a["cache_dst"][d].shape)
+
+    def transfer_kv_mamba_lf_pf(
+        self, table: Any, target: Any, s: Any, d: Any, item: int, row: int, layers: int
+    ) -> None:
+        for a, b in pairs(s, d):
+            for layer in range(layers):
+                ctypes.memmove(target.data_ptr() + b * row + layer * item, int(table[layer]) + a * item, item)
+
+    def transfer_kv_mamba_pf_lf(
+        self, source: Any, target: Any, s: Any, d: Any, layer: int, item: int, row: int
+    ) -> None:
+        for a, b in pairs(s, d):
+            ctypes.memmove(target.data_ptr() + b * item, source.data_ptr() + a * row + layer * item, item)
+
+
+@pytest.fixture
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sglang_pieces, "piece", lambda _: StandIn())
+
+
+def wrong(adapter: Any, groups: list[Group]) -> tuple[int, list[str]]:
+    """How many that must move did, and messages of those of them that are wrong."""
+    loaded = protocol.Loaded("sglang", adapter, {}, "CPU", ())
+    outcomes = [o for _, test, o in runner.run(loaded, groups) if test["result"] == "ok"]
+    return sum(o.status == "passed" for o in outcomes), [o.message for o in outcomes if o.status not in CLEAN]
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_every_path_moves_the_right_bytes_wherever_it_offers_to(path: str, stand_in: None) -> None:
+    moved, failures = wrong(Functions(path, where="cpu"), [*suite.groups()])
+    assert not failures, "\n".join(failures[:5])
+    assert moved
+
+
+LIKE_MHA = GROUPS["mha-tiny/page_first"]
+
+
+def test_a_list_beyond_the_margins_is_not_handed_over(stand_in: None) -> None:
+    """A stand-in would write to that address as well, and end this process; nothing moved, so the case has failed."""
+    wild = next(test for test in GROUPS["mha-tiny/layer_first"].tests if test["id"].endswith("beyond-32-bits"))
+    loaded = protocol.Loaded("sglang", Functions("ops", where="cpu"), {}, "CPU", ())
+    outcome = runner.check(loaded, GROUPS["mha-tiny/layer_first"], wild)
+    assert (outcome.status, outcome.refused) == ("failed", False)
+
+
+class Beside(StandIn):
+    """Also writes the byte after the first host buffer."""
+
+    def _ops(self, name: str, *args: Any, **more: Any) -> None:
+        super()._ops(name, *args, **more)
+        end = more["dst_k"].data_ptr() + more["dst_k"].numel()
+        ctypes.memset(end, 0, 1)
+
+
+class HalfWay(StandIn):
+    """Moves, and then refuses."""
+
+    def _ops(self, name: str, *args: Any, **more: Any) -> None:
+        super()._ops(name, *args, **more)
+        raise RuntimeError("no")
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"), [(Beside, "memory beside a buffer was written"), (HalfWay, "RuntimeError: no")]
+)
+def test_what_a_function_did_before_an_error_is_seen(
+    fault: type[StandIn], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sglang_pieces, "piece", lambda _: fault())
+    test = next(test for test in LIKE_MHA.tests if test["result"] == "ok" and test["direction"] == "backup")
+    loaded = protocol.Loaded("sglang", Functions("ops", where="cpu"), {}, "CPU", ())
+    outcome = runner.check(loaded, LIKE_MHA, test)
+    assert outcome.status == "failed"
+    assert said in outcome.message
+    refused = suite.unmoved(LIKE_MHA, test)
+    assert outcome.sha256 != refused, "the bytes that moved are among those that were judged"
+
+
+# ---- pools
+
+
+class Pool:
+    """As SGLang's pools are built and asked, with torch operations inside. Rows of a layer: `[row, byte]`."""
+
+    can_use_write_back_jit = True
+
+    def __init__(self, described: Any = None, **asked: Any) -> None:
+        self.layout, self.asked = asked["layout"], asked
+        self.device = device = self.rows(described, asked)
+        self.unit = asked.get("slot_page_size", asked.get("swa_page_size", 0))  # pools of page rows
+        self.page = 1 if self.unit else asked["page_size"]
+        rows = asked["num_host_pages"] if self.unit else asked["host_token_capacity"]
+        self.kv_buffer = [torch.zeros(rows * len(of) * of[0].shape[1], dtype=torch.uint8) for of in device]
+
+    def rows(self, described: Any, asked: Any) -> list[list[torch.Tensor]]:
+        """Device rows of each part."""
+        if described is None:
+            found = asked.get("device_buffers") or [pool.kv_score_buffer.kv_score for pool in asked["state_pools"]]
+            return [found]
+        split = isinstance(described.buffers, SimpleNamespace)
+        parts = [described.buffers.k, described.buffers.v] if split else [described.buffers]
+        return [[row.reshape(row.shape[0], -1) for row in part] for part in parts]
+
+    def host_rows(self, part: int, layer: int) -> torch.Tensor:
+        """A view `[page, token, byte]`."""
+        layers, width = len(self.device[part]), self.device[part][0].shape[1]
+        whole = self.kv_buffer[part]
+        return {
+            "layer_first": lambda: whole.view(layers, -1, self.page, width)[layer],
+            "page_first": lambda: whole.view(-1, self.page, layers, width)[:, :, layer],
+            "page_first_direct": lambda: whole.view(-1, layers, self.page, width)[:, layer],
+        }[self.layout]()
+
+    def lists(self, *given: torch.Tensor) -> list[torch.Tensor]:
+        return [items[:: self.unit] // self.unit if self.unit else items for items in given]
+
+    def backup_from_device_all_layer(self, _: None, host: torch.Tensor, device: torch.Tensor, backend: str) -> None:
+        host, device = self.lists(host, device)
+        for part, layers in enumerate(self.device):
+            for layer, rows in enumerate(layers):
+                self.host_rows(part, layer)[host // self.page, host % self.page] = rows[device]
+
+    def load_to_device_per_layer(
+        self, _: None, host: torch.Tensor, device: torch.Tensor, layer: int, backend: str
+    ) -> None:
+        host, device = self.lists(host, device)
+        for part, layers in enumerate(self.device):
+            layers[layer][device] = self.host_rows(part, layer)[host // self.page, host % self.page]
+
+    def destroy(self) -> None:
+        pass
+
+
+POOLS = ("MHATokenToKVPoolHost", "AsymmetricMHATokenToKVPoolHost", "MLATokenToKVPoolHost")
+POOLS = (*POOLS, "DeepSeekV4PagedHostPool", "DeepSeekV4StateHostPool")
+INFOS = ("KVBuffers", "MHABufferInfo", "MLABufferInfo")
+
+
+@pytest.mark.parametrize("backend", LAYOUTS)
+def test_pools_are_built_over_the_buffers_and_move_what_they_are_told(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout = SimpleNamespace(NHD="nhd")
+    named = dict.fromkeys(POOLS, Pool) | dict.fromkeys(INFOS, SimpleNamespace) | {"KVBufferLayout": layout}
+    monkeypatch.setattr(sglang_pieces, "piece", lambda _: SimpleNamespace(**named))
+    of_pools = [g for g in suite.groups() if g.geometry["layout"] != "page_head"]  # a layout that the stand-in lacks
+    moved, failures = wrong(Pools(backend, where="cpu"), of_pools)
+    assert not failures, "\n".join(failures[:5])
+    assert moved > 100
+
+
+@pytest.mark.skipif(bool(sglang_pieces.why_absent("mha pools")), reason="SGLang is not installed")
+@pytest.mark.parametrize("name", ["mha-wide", "asymmetric-wide", "mla-wide", "v4_paged-indexer", "v4_state-wide"])
+@pytest.mark.parametrize("layout", ["page_first", "page_first_direct"])
+def test_pools_of_an_installed_sglang_hold_the_bytes_of_the_vectors(name: str, layout: str) -> None:
+    group = GROUPS[f"{name}/{layout}"]
+    full = {s: {b["name"]: f for b, f in zip(group.geometry[s], group.filled[s], strict=True)} for s in suite.SIDES}
+    pools = Built(group.geometry, layout, "cpu")
+    pools.fill(full["host"], full["device"])
+    back = {side: {name: data * 0 for name, data in of.items()} for side, of in full.items()}
+    pools.hand_back(back["host"], back["device"])
+    pools.close()
+    for side, of in back.items():
+        for name, data in of.items():
+            assert (data == full[side][name]).all(), f"{side} {name}"
