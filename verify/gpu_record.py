@@ -58,7 +58,7 @@ def run_tests(*arguments: str) -> list[xml.Element]:
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         timeout = ["--timeout", "600"] if find_spec("pytest_timeout") else []
-        command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", *timeout, f"--junit-xml={report}"]
+        command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu and not slow", *timeout, f"--junit-xml={report}"]
         status = subprocess.run([*command, "-o", "junit_family=xunit1", *arguments], cwd=ROOT).returncode
         if status not in (0, 1):  # all passed; some failed
             raise RuntimeError(f"pytest did not get to its tests (status {status})")

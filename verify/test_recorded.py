@@ -64,13 +64,11 @@ def test_every_cell_of_the_matrix_is_on_record(record: dict[str, Any]) -> None:
 
 
 @every_record
-def test_nothing_failed(record: dict[str, Any]) -> None:
+def test_nothing_failed_and_nothing_was_skipped(record: dict[str, Any]) -> None:
     assert record["failures"] == []
-    assert record["outcomes"]["failed"] == 0
     for kind, count in record["outcomes"].items():
         assert sum(test[kind] for test in record["tests"]) == count
-    only_slow_ones = {t["test"] for t in record["tests"] if t["skipped"]}
-    assert only_slow_ones <= {"test_every_combination_of_five_axes"}
+    assert (record["outcomes"]["failed"], record["outcomes"]["skipped"]) == (0, 0)
 
 
 @every_record

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from itertools import product
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -256,6 +257,16 @@ def test_every_path_moves_the_right_bytes_wherever_it_offers_to(path: str, stand
     moved, failures = wrong(Functions(path, where="cpu"), [*suite.groups()])
     assert not failures, "\n".join(failures[:5])
     assert moved
+
+
+@pytest.mark.parametrize("file", sorted(sglang_pieces.EXPECTED.iterdir()), ids=lambda file: file.stem)
+def test_what_is_expected_to_fail_are_lists_that_must_be_refused(file: Path) -> None:
+    """Never a wrong byte of a transfer that the suite asks for."""
+    lines = protocol.expected_failures(file)
+    hit = {line.pattern: [t for g in GROUPS.values() for t in g.tests if line.matches(t["id"])] for line in lines}
+    for pattern, tests in hit.items():
+        assert tests, f"{pattern} is no case"
+        assert {test["result"] for test in tests} == {"must-refuse"}, pattern
 
 
 LIKE_MHA = GROUPS["mha-tiny/page_first"]

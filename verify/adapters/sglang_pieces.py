@@ -8,6 +8,7 @@ import importlib.util
 import sys
 from collections.abc import Iterable
 from functools import cache
+from pathlib import Path
 from types import ModuleType
 
 import torch
@@ -22,6 +23,7 @@ PIECES = {
     "mla pools": "sglang.srt.mem_cache.pool_host.mla",
     "v4 pools": "sglang.srt.mem_cache.memory_pool_host",
 }
+EXPECTED = Path(__file__).with_name("sglang_expected")
 DISTRIBUTIONS = ("sglang", "sglang-kernel", "sgl-kernel", "apache-tvm-ffi")
 
 
@@ -29,9 +31,17 @@ class Absent(ImportError):
     """A piece that is not here; the message says why."""
 
 
-@cache
 def piece(name: str) -> ModuleType:
-    """The module of a piece, imported once.
+    """The module of a piece; `Absent` where it cannot be had."""
+    found = _found(name)
+    if isinstance(found, Absent):
+        raise found
+    return found
+
+
+@cache
+def _found(name: str) -> ModuleType | Absent:
+    """Imported once, or once in vain.
 
     SGLang's packages import whole servers when they start. Where that fails for want of a package that a piece itself
     does not need, the piece is imported under a package that was found but not run.
@@ -44,9 +54,9 @@ def piece(name: str) -> ModuleType:
             _without_start(module.partition(".")[0])
             found = importlib.import_module(module)
         except Exception as error:
-            raise Absent(f"{module}: {error}") from error
+            return Absent(f"{module}: {error}")
     if name == "ops" and not hasattr(torch.ops.sgl_kernel, "transfer_kv_direct"):
-        raise Absent(f"{module}: its library of operators does not load here")
+        return Absent(f"{module}: its library of operators does not load here")
     return found
 
 
@@ -68,6 +78,12 @@ def versions(names: Iterable[str] = PIECES) -> dict[str, str]:
             continue
     absent = {name: why_absent(name) for name in names}
     return found | {name: f"absent ({why})" if why else "found" for name, why in absent.items()}
+
+
+def expected_failures(name: str) -> str | None:
+    """The file of an adapter that has some, relative to this folder."""
+    file = EXPECTED / f"{name}.txt"
+    return f"{EXPECTED.name}/{file.name}" if file.exists() else None
 
 
 def _without_start(package: str) -> None:

@@ -140,7 +140,7 @@ class Pools:
 
     def __init__(self, backend: str, where: str = "cuda") -> None:
         self.backend, self.where = backend, where
-        self.expected_failures = f"sglang_expected/pools_{backend}.txt"
+        self.expected_failures = sglang_pieces.expected_failures(f"pools_{backend}")
         self.device = torch.cuda.get_device_name() if torch.cuda.is_available() else "no CUDA device"
         self.versions = sglang_pieces.versions({kind.piece for kind in KINDS.values()} | {"ops"})
         self.built: Built | None = None
@@ -193,6 +193,8 @@ class Pools:
         device_indices: np.ndarray,
         layers: Sequence[int] | None,
     ) -> None:
+        if not host_indices.size and not device_indices.size:
+            return  # SGLang's controller never asks for nothing; its operators would divide by the number of rows
         for side, given in ("host", host_indices), ("device", device_indices):
             rows = geometry[f"{side}_pages"] * geometry["page_size"]
             if given.size and not 0 <= given.min() <= given.max() < rows:
