@@ -5,7 +5,7 @@
 # MODEL= PAGE_SIZE=   for `make run` and `make lab`: another model, tokens a page,
 # PAYLOAD= LAYOUTS=   bytes that move, layouts; notebooks read them in their first cell,
 # PAGES= BUDGET=      pages that move instead of a payload; seconds to measure a GPU
-# NB=path             for `make notebooks` and `make run`: this notebook only
+# NB=path             for `make notebooks`, `make run` and `make lab-check`: this notebook only
 # ARGS=               for `make run`, `make bench`, `make bench-gpu` and `make lab`: passed on
 # A=file B=file       for `make compare`: results of two devices, or of two commits
 # DEVICE=h200         for `make verify-gpu` and `make bench-gpu`: folder of data/results, if not named after the GPU
@@ -30,7 +30,7 @@ endif
 # The checkout works without being installed, in kernels of notebooks too.
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 
-.PHONY: help run verify verify-full verify-gpu sanitize report bench bench-gpu calibrate compare notebooks lab lint clean python-at-hand
+.PHONY: help run verify verify-full verify-gpu sanitize report bench bench-gpu calibrate compare notebooks lab lab-check lint clean python-at-hand
 
 help: ## list the commands (the default)
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -47,6 +47,7 @@ verify: $(READY) ## everything that must hold: lint, types, notebooks, tests, mu
 	$(LINT)
 	$(PY) -m verify.notebooks check
 	$(PY) -m verify.notebooks nbval
+	$(PY) -m verify.lab $(if $(CI),,--if-browser)
 	$(PY) -m pytest --timeout 600 -n auto --maxprocesses 8 --dist worksteal $(FULL)
 	$(PY) -m verify mutants
 
@@ -93,6 +94,10 @@ lab: $(READY) ## open the notebooks in JupyterLab
 	$(NEEDS) notebooks
 	$(PY) -m jupyterlab --allow-root --ServerApp.root_dir=. --ServerApp.preferred_dir=notebooks $(ARGS)
 
+lab-check: $(READY) ## the notebooks in JupyterLab in a headless browser; pictures in out/lab/
+	$(NEEDS) notebooks browser
+	$(PY) -m verify.lab $(NB)
+
 lint: $(READY) ## style and types only
 	$(NEEDS) dev
 	$(LINT)
@@ -118,7 +123,7 @@ python-at-hand:
 
 # With an NVIDIA GPU also CuPy, one of two: the driver says which CUDA it can run.
 .venv/ready: pyproject.toml constraints.txt | .venv/bin/python
-	@extras=notebooks,dev; \
+	@extras=notebooks,dev,browser; \
 	if smi=$$(nvidia-smi 2>/dev/null); then \
 	  case "$$smi" in *CUDA*"Version: 12."*) extras=$$extras,gpu12,nvrtc12 ;; *) extras=$$extras,gpu,nvrtc ;; esac; \
 	else extras=$$extras,nvrtc; fi; \

@@ -23,6 +23,7 @@ from kernels_cupy.pieces import pieces
 from kernels_cupy.sm_copy import SmCopy
 from kernels_cupy.staged import Staged
 from refimpl.backends.protocol import Backend, Setup
+from refimpl.devices import number_of, platform_of, settled
 from refimpl.indices import Items
 from refimpl.plan import Plan
 from refimpl.receipt import Receipt
@@ -157,9 +158,9 @@ DEMANDS = {"kernel": _runs, "direct": _descriptors, "staged": _pieces}
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def table(platform: str) -> dict[str, Any]:
-    """Rates of this device, or of an H200 if it was not calibrated."""
-    path = table_path() if platform == "cuda" else BUILT_IN
+def table(device: str) -> dict[str, Any]:
+    """Rates of a device, or of an H200 if it was not calibrated."""
+    path = table_path(device) if platform_of(device) == "cuda" else BUILT_IN
     return _read(path if path.exists() else BUILT_IN)
 
 
@@ -173,12 +174,14 @@ def _read(path: Path) -> dict[str, Any]:
         ) from damage
 
 
-def table_path() -> Path:
-    """Where this device's table is kept: by device, driver and kernels."""
+def table_path(device: str) -> Path:
+    """Where the table of a GPU is kept: by its model, driver and kernels. GPUs of one model share it."""
     from kernels_cupy.specs import HASH
     from refimpl.cudart import cudart
 
-    name = f"{torch.cuda.get_device_name()} driver {cudart().driver} kernels {HASH}".replace("/", " ")
+    name = f"{torch.cuda.get_device_name(number_of(settled(device)))} driver {cudart().driver} kernels {HASH}".replace(
+        "/", " "
+    )
     return CACHE / f"{name}.json"
 
 

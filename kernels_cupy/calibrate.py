@@ -1,9 +1,9 @@
-"""Measure this device for backend `auto`: how fast each backend moves pieces of each size, in either direction.
+"""Measure a device for backend `auto`: how fast each backend moves pieces of each size, in either direction.
 
 `python -m kernels_cupy.calibrate` takes less than half a minute and leaves a table in the user's cache folder, which
-`auto` finds by device, driver and kernels. Transfers are submitted one after the other while their stream is held, and
-what each one more takes is what counts: on the device, or on the host that submits it, whichever is longer. A copy
-engine moves a KiB at a time as fast as the bus allows, but no host describes so many pieces to it as quickly.
+`auto` finds by the GPU's model, driver and kernels. Transfers are submitted one after the other while their stream is
+held, and what each one more takes is what counts: on the device, or on the host that submits it, whichever is longer. A
+copy engine moves a KiB at a time as fast as the bus allows, but no host describes so many pieces to it as quickly.
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ from kernels_cupy.runtimes import runtime
 from kernels_cupy.specs import HASH
 from kernels_cupy.staged import HALVES
 from refimpl.device_pool import DevicePool
+from refimpl.devices import number_of, platform_of, settled
 from refimpl.geometry import Component, PoolSpec
 from refimpl.host_pool import HostPool
 from refimpl.indices import slots_of
 from refimpl.pinned import Block, CudaRegistrar, HostMemory
 from refimpl.runtime import Runtime
-from refimpl.support import DIRECTIONS, MEMORY
+from refimpl.support import DIRECTIONS
 from refimpl.transfer import Transfer
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -85,48 +86,48 @@ class Reused(HostMemory):
         self._block.close()
 
 
-def measure(platform: str = "cuda") -> dict[str, Any]:
+def measure(device: str = "cuda") -> dict[str, Any]:
     """The table: {"backends": {backend: {direction: {"latency_s": …, "gb_per_s": [[bytes of a piece, GB/s], …]}}}}.
 
     Taken on a stream of our own: the batched copy refuses the default one.
     """
-    port = runtime(platform)
+    device = settled(device)
+    port = runtime(device)
     with port.on(port.stream()):
-        return _measure(platform)
+        return _measure(device)
 
 
-def _measure(platform: str) -> dict[str, Any]:
+def _measure(device: str) -> dict[str, Any]:
     most = max(probe.payload + max(probe.sizes) for probe in PROBES.values())
-    memory = Reused(most, CudaRegistrar() if platform == "cuda" else None)
+    on_gpu = platform_of(device) == "cuda"
+    memory = Reused(most, CudaRegistrar(device) if on_gpu else None)
     backends: dict[str, Any] = {}
     try:
         for name, probe in PROBES.items():
             rates: dict[str, Any] = {d: {"latency_s": float("inf"), "gb_per_s": []} for d in DIRECTIONS}
             for piece in probe.sizes:
-                for direction, latency, speed in _speeds(name, probe, piece, platform, memory):
+                for direction, latency, speed in _speeds(name, probe, piece, device, memory):
                     rates[direction]["latency_s"] = min(rates[direction]["latency_s"], latency)
                     rates[direction]["gb_per_s"].append([piece, float(f"{speed:.5g}")])
             backends[name] = rates
     finally:
         memory.close()
-    device = torch.cuda.get_device_name() if platform == "cuda" else platform
-    return {"device": device, "kernels": HASH, "backends": backends}
+    model = torch.cuda.get_device_name(number_of(device)) if on_gpu else platform_of(device)
+    return {"device": model, "kernels": HASH, "backends": backends}
 
 
-def _speeds(
-    name: str, probe: Probe, piece: int, platform: str, memory: HostMemory
-) -> Iterator[tuple[str, float, float]]:
+def _speeds(name: str, probe: Probe, piece: int, device: str, memory: HostMemory) -> Iterator[tuple[str, float, float]]:
     """Direction, seconds of a transfer of one page, GB/s of many."""
-    port, spec = runtime(platform), probe.spec(piece)
+    port, spec = runtime(device), probe.spec(piece)
     pages = min(max(probe.payload // piece, 1), probe.most)
     random = np.random.default_rng(piece)
     there, here = (slots_of(random.permutation(pages), 1) for _ in range(2))
     staging = max(HALVES * pages // CHUNKS, HALVES)
-    with HostPool(spec, probe.layout, pages, name, memory=memory, platform=platform, staging_pages=staging) as host:
-        device = DevicePool(spec, pages, MEMORY[platform])
+    with HostPool(spec, probe.layout, pages, name, memory=memory, platform=device, staging_pages=staging) as host:
+        pool = DevicePool(spec, pages, device)
         for direction in DIRECTIONS:
-            all_pages = host.prepare(device, there, here, direction)
-            one_page = host.prepare(device, there[:1], here[:1], direction)
+            all_pages = host.prepare(pool, there, here, direction)
+            one_page = host.prepare(pool, there[:1], here[:1], direction)
             latency = statistics.median(_waited(one_page) for _ in range(1 + SAMPLES))
             submits = [_submitted(all_pages) for _ in range(SUBMITS)]
             hold = 1.5 * IN_A_ROW * max(submits) + SLACK_S
@@ -166,9 +167,11 @@ def _held(port: Runtime, transfer: Transfer, count: int, hold: float) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m kernels_cupy.calibrate", description=__doc__)
     parser.add_argument("--out", type=Path, metavar="FILE.json", help="write there, and not into the cache folder")
-    path = parser.parse_args().out or cache_folder() / table_path().name
+    parser.add_argument("--device", default="cuda", metavar="cuda:N", help="default: the current one")
+    options = parser.parse_args()
+    path = options.out or cache_folder() / table_path(options.device).name
     unfinished = path.with_suffix(".unfinished")
-    unfinished.write_text(json.dumps(measure(), indent=1) + "\n", encoding="utf-8")
+    unfinished.write_text(json.dumps(measure(options.device), indent=1) + "\n", encoding="utf-8")
     unfinished.replace(path)
     print(path)
 

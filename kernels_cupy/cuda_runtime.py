@@ -2,6 +2,9 @@
 
 CuPy's current stream is not torch's, so every launch names its stream. Memory is torch's and in order of the stream it
 was taken on; since every transfer ends on the caller's stream, whatever a transfer took may be let go at once.
+
+Torch finds the GPU of a stream or a tensor by itself. Launches and copies by address go to the current GPU, and a
+handle of 0 is the default stream of that one: for them it is made current if it is not.
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ import ctypes
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
 from typing import Any
 
@@ -20,7 +23,7 @@ import torch
 from kernels_cupy.copies import Copies
 from kernels_cupy.specs import KERNELS, OPTIONS, kernel_of, source
 from refimpl.hooks import reached
-from refimpl.runtime import Event, Stream
+from refimpl.runtime import Event, Stream, require_here
 
 PINNED_BYTES = 8 << 20
 ALIGNMENT = 256
@@ -30,18 +33,23 @@ CYCLES_A_SECOND = 1.8e9  # of an SM, about
 
 LEGACY_DEFAULT = (0, 1)  # handles of the stream that synchronises with all others
 
+CURRENT: AbstractContextManager[Any] = nullcontext()  # made once: submitting a transfer takes microseconds
+
 
 class CudaRuntime:
+    """number  of the GPU"""
+
     threads = 1024
 
-    def __init__(self) -> None:
+    def __init__(self, number: int) -> None:
         try:
             import cupy
         except ImportError as missing:
             raise ImportError(f"CuPy cannot be imported ({missing}); it launches the kernels") from missing
+        self.name, self._number, self._device = f"cuda:{number}", number, torch.device("cuda", number)
         self._cupy: Any = cupy
         self._copies = Copies()
-        self._cupy_streams: dict[tuple[int, int], Any] = {}
+        self._cupy_streams: dict[int, Any] = {}
         self._pinned = PinnedRing(PINNED_BYTES)
         self._gates: list[tuple[Event, torch.Tensor]] = []
         self._one_at_a_time = threading.Lock()
@@ -49,18 +57,24 @@ class CudaRuntime:
     def compile(self) -> None:
         for kernel in KERNELS:
             try:
-                for instance in kernel.instances:
-                    _function(instance)
+                with self._current():
+                    _module(kernel.file).compile()  # CuPy keeps one for each GPU
+                    for instance in kernel.instances:
+                        _function(instance)
             except self._cupy.cuda.compiler.CompileException as failure:
                 raise ImportError(f"{kernel.file} does not compile:\n{failure}") from failure
+
+    def _current(self) -> AbstractContextManager[Any]:
+        """Inside, this GPU is the current one, as it mostly is."""
+        return CURRENT if torch.cuda.current_device() == self._number else torch.cuda.device(self._number)
 
     # ---- streams
 
     def current(self) -> torch.cuda.Stream:
-        return torch.cuda.current_stream()
+        return torch.cuda.current_stream(self._number)
 
     def stream(self) -> torch.cuda.Stream:
-        return torch.cuda.Stream()
+        return torch.cuda.Stream(self._number)
 
     def on(self, stream: Stream) -> AbstractContextManager[None]:
         return torch.cuda.stream(stream)
@@ -73,9 +87,10 @@ class CudaRuntime:
         """The stream looks at a word of pinned memory until it is 1; neither the host nor an SM is kept busy."""
         self._gates = [(event, word) for event, word in self._gates if not event.query()]
         word = torch.zeros(1, dtype=torch.int32, pin_memory=True)
-        error = ctypes.CDLL("libcuda.so.1").cuStreamWaitValue32_v2(
-            ctypes.c_void_p(stream.cuda_stream), ctypes.c_uint64(word.data_ptr()), ctypes.c_uint32(1), EQUAL
-        )
+        with self._current():
+            error = ctypes.CDLL("libcuda.so.1").cuStreamWaitValue32_v2(
+                ctypes.c_void_p(stream.cuda_stream), ctypes.c_uint64(word.data_ptr()), ctypes.c_uint32(1), EQUAL
+            )
         if error:
             raise RuntimeError(f"a stream cannot wait for a word in memory here: CUDA driver error {error}")
         self._gates.append((self.record(stream), word))
@@ -105,11 +120,11 @@ class CudaRuntime:
     # ---- memory
 
     def empty(self, nbytes: int) -> torch.Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8, device="cuda")
+        return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
     def upload(self, array: np.ndarray) -> torch.Tensor:
         """Through pinned memory: a copy from pageable memory may wait for the stream."""
-        target = torch.empty(array.nbytes, dtype=torch.uint8, device="cuda")
+        target = torch.empty(array.nbytes, dtype=torch.uint8, device=self._device)
         with self._one_at_a_time:
             source = self._pinned.take(array.nbytes)
             source.numpy()[:] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
@@ -128,6 +143,8 @@ class CudaRuntime:
         return look_up()
 
     def holds(self, tensor: torch.Tensor) -> bool:
+        if tensor.is_cuda and tensor.get_device() != self._number:
+            require_here(str(tensor.device), self.name)
         return tensor.is_cuda
 
     def keep(self, tensor: torch.Tensor) -> None:
@@ -137,7 +154,8 @@ class CudaRuntime:
 
     def copy(self, stream: Stream, to: np.ndarray, source: np.ndarray, nbytes: np.ndarray, no_batches: str = "") -> str:
         reached("copy", self, stream)
-        return self._copies.submit(stream.cuda_stream, to, source, nbytes, no_batches=no_batches)
+        with self._current():
+            return self._copies.submit(stream.cuda_stream, to, source, nbytes, no_batches=no_batches)
 
     def launch(self, stream: Stream, kernel: str, blocks: int, arguments: np.ndarray) -> None:
         expected = kernel_of(kernel).arguments
@@ -147,11 +165,12 @@ class CudaRuntime:
         # As one opaque value: CuPy asks NumPy to describe a struct, at every launch, and that takes longer than it.
         opaque = np.ndarray((), _opaque(arguments.nbytes), arguments)
         # To name the stream takes less time than to make it CuPy's current one and then the one before it again.
-        _function(kernel)((blocks,), (self.threads,), (opaque,), stream=self._cupy_stream(stream))
+        with self._current():
+            _function(kernel)((blocks,), (self.threads,), (opaque,), stream=self._cupy_stream(stream))
 
     def _cupy_stream(self, stream: torch.cuda.Stream) -> Any:
         """CuPy's view of a stream of torch's; it keeps the stream alive."""
-        key = stream.device_index, stream.cuda_stream
+        key = stream.cuda_stream
         if key not in self._cupy_streams:
             self._cupy_streams[key] = self._cupy.cuda.Stream.from_external(stream)
         return self._cupy_streams[key]

@@ -50,6 +50,16 @@ class Job:
         return len(self.host.starts) * len(self.offsets[0])
 
     @property
+    def unrolled(self) -> Job:
+        """The same without loops: every run begins as if it were a layer of its own."""
+        host, device = (
+            replace(end, starts=(end.starts[:, None] + offsets).reshape(-1))
+            for end, offsets in zip((self.host, self.device), self.offsets, strict=True)
+        )
+        runs = len(self.offsets[0])
+        return Job(host, device, (), self.run, tuple(home for home in self.homes for _ in range(runs)))
+
+    @property
     def keeps_page_together(self) -> bool:
         """Whether the host's layers lie inside a page."""
         first, second = (*self.host.starts.tolist(), 0, 0)[:2]

@@ -95,6 +95,9 @@ def _parts(job: Job, found: list[Piece]) -> Iterator[Part]:
     low = job.host.starts.astype(np.int64)[:, None]
     high = low + int(job.offsets[0].max()) + job.run
     inside = (begins >= 0) & (begins <= low) & (high <= ends)
+    if job.loops and not inside.any(axis=1).all():  # heads of a rank, with those of others between them
+        yield from _parts(job.unrolled, found)
+        return
     if not inside.any(axis=1).all():
         raise RuntimeError("a run of the plan lies in no piece of host memory")
     at = inside.argmax(axis=1)

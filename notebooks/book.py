@@ -505,7 +505,7 @@ class NotingDevice(QueueRuntime):
 
     def pool(self, spec: PoolSpec, layout: str, num_pages: int, backend: str, **more: int) -> HostPool:
         """A host pool whose backend works with this device."""
-        with patch("kernels_cupy.runtimes.emulated", lambda: self):
+        with patch("kernels_cupy.runtimes.emulated", lambda number: self):
             return HostPool(spec, layout, num_pages, backend, platform="emulated", **more)
 
     def upload(self, array: np.ndarray) -> torch.Tensor:
@@ -848,6 +848,36 @@ def draw_slowdowns(marks: Sequence[tuple[str, str, float, float]]) -> Figure:
     for name, fill in (("filled: backup", "#555555"), ("open: load", "none")):
         keys.append(Line2D([], [], color="#555555", mfc=fill, marker="o", ls="", ms=8, mew=1.5, label=name))
     figure.legend(handles=keys, loc="outside lower center", ncols=4, fontsize=9)
+    return figure
+
+
+# ---- wrong bytes
+
+STATES = {  # of a row: fill, hatch
+    "right": ("#A9D8F2", ""),
+    "wrong": ("#DE9B72", "xxx"),
+    "not asked for": ("#FFFFFF", ""),
+}
+
+
+def draw_states(rows: dict[str, list[tuple[str, str]]], columns: Sequence[str], title: str) -> Figure:
+    """A line for each name: boxes for states (of `STATES`), each with a label."""
+    figure, ax = plt.subplots(figsize=(0.78 * len(columns) + 1.2, 0.42 * len(rows) + 1.3))
+    for y, line in enumerate(rows.values()):
+        for x, (state, label) in enumerate(line):
+            fill_colour, hatch = STATES[state]
+            ax.add_patch(Rectangle((x, y), 1, 1, facecolor=fill_colour, hatch=hatch, edgecolor="#555555", lw=0.8))
+            box = {"facecolor": "white", "edgecolor": "none", "pad": 1.5} if hatch else None
+            ax.text(x + 0.5, y + 0.5, label, ha="center", va="center", fontsize=9, bbox=box)
+    ax.set(xlim=(0, len(columns)), ylim=(len(rows), 0))
+    ax.set_xticks([x + 0.5 for x in range(len(columns))], columns, fontsize=8)
+    ax.set_yticks([y + 0.5 for y in range(len(rows))], list(rows))
+    ax.tick_params(length=0)
+    ax.grid(False)
+    ax.spines[:].set_visible(False)
+    ax.set_title(title, fontsize=10)
+    keys = [Rectangle((0, 0), 1, 1, facecolor=f, hatch=h, edgecolor="#555555") for f, h in STATES.values()]
+    figure.legend(keys, list(STATES), loc="outside lower center", ncols=len(STATES), fontsize=9)
     return figure
 
 

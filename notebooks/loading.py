@@ -11,12 +11,7 @@ from book import Axes, Figure, Line2D, Rectangle
 
 Spans = Sequence[tuple[float, float]]  # milliseconds: begin, end
 
-BACKENDS = {
-    "kernel": ("#E69F00", "s"),
-    "direct": ("#0072B2", "o"),
-    "staged": ("#009E73", "^"),
-    "auto": ("#CC79A7", "D"),
-}
+BACKENDS = {name: look[:2] for name, look in book.WAYS.items()} | {"auto": ("#CC79A7", "D")}
 RECOMPUTED, LOADED = ("#000000", "o", "--"), ("#0072B2", "s", "-")
 
 

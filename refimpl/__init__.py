@@ -14,6 +14,7 @@ from refimpl.pinned import HostMemory
 from refimpl.plan import plan
 from refimpl.pool_group import HostPoolGroup, LogicalPool, PoolTransfer
 from refimpl.radix import PrefixCache
+from refimpl.rank_pool import RankPool
 from refimpl.receipt import Receipt
 from refimpl.support import Path, Refusal, UnsupportedPairing, support
 from refimpl.windows import Window
@@ -34,6 +35,7 @@ __all__ = [
     "PoolSpec",
     "PoolTransfer",
     "PrefixCache",
+    "RankPool",
     "Receipt",
     "Refusal",
     "Segment",

@@ -20,6 +20,7 @@ from refimpl.allocator import Budget, PageAllocator
 from refimpl.backends import registry
 from refimpl.backends.protocol import Setup
 from refimpl.device_pool import UNLIMITED, DevicePool
+from refimpl.devices import others_of_its_platform, platform_of, settled
 from refimpl.geometry import PoolSpec
 from refimpl.host_pool import HostPool
 from refimpl.layout import Buffer, buffers, upstream_shape
@@ -42,7 +43,7 @@ class Stack:
     device        pool -> its device buffers, our own or an engine's
     host          the same pools in host memory, as a group
     device_slots  pool that owns indices -> who has which of its device slots; page 0 is padding, as engines keep it
-    platform      where the device pools lie: "cpu", "cuda" or "emulated"
+    platform      the device that the device pools lie on, by name: "cpu", "cuda:0", "emulated:1"
 
     `close` (or the end of a `with`) gives back all that the host pools took. `print(stack)` shows what was built.
     """
@@ -141,7 +142,8 @@ def build_stack(
     device        device pools that exist already (an engine's, wrapped), by name; the others are made
     host_ratio    host pages for each device page, rounded down pool by pool
     host_bytes    instead: what all host pools share, by the device bytes of those that own indices with their riders
-    platform      where the device pools lie; None: as `device` says, or else where the backends can reach here
+    platform      where the device pools lie ("cuda:1", say); None: as `device` says, or else where the backends can
+                  reach here
     budget        host memory of all pools together; `device_budget`: device memory for staging
 
     The rest goes to every `HostPool`. Raises, before any memory is taken: `UnsupportedPairing` naming the pool;
@@ -152,7 +154,7 @@ def build_stack(
     specs = _specs(model, tp, page_size)
     wrapped = _wrapped(device)
     pairs = _pairs(specs, layout, backend, pools or {})
-    platform = platform or _platform(pairs, wrapped)
+    platform = settled(platform or _platform(pairs, wrapped))
     _require_supported(specs, pairs, platform, profile)
     pages = _device_pages(specs, device_pages, wrapped)
     _require_fitting(specs, pages, wrapped, platform)
@@ -183,7 +185,7 @@ def build_stack(
                 for name, spec in specs.items()
             ]
         )
-        own = {name: wrapped.get(name) or DevicePool(specs[name], pages[name], MEMORY[platform]) for name in specs}
+        own = {name: wrapped.get(name) or DevicePool(specs[name], pages[name], platform) for name in specs}
         slots = {name: PageAllocator(pages[name], specs[name].page_size, reserved=1) for name in _owners(specs)}
         return Stack(specs, own, group, slots, platform, built.pop_all())
 
@@ -248,16 +250,17 @@ def _wrapped(device: Mapping[str, DevicePool] | None) -> dict[str, DevicePool]:
 
 
 def _platform(pairs: Pairs, wrapped: Mapping[str, DevicePool]) -> str:
-    on_gpu = any(pool.device.type == "cuda" for pool in wrapped.values())
+    named = [pool.platform for pool in wrapped.values() if platform_of(pool.platform) in ("cuda", "emulated")]
     only_cuda = any("cpu" not in BACKENDS.get(backend, ("cpu",)) for _, backend in pairs.values())
-    return "cuda" if on_gpu or (only_cuda and not wrapped and torch.cuda.is_available()) else "cpu"
+    here = "cuda" if only_cuda and not wrapped and torch.cuda.is_available() else "cpu"
+    return next(iter(named), here)
 
 
 def _require_supported(specs: Specs, pairs: Pairs, platform: str, profile: str) -> None:
     for name, spec in specs.items():
         layout, backend = pairs[name]
         try:
-            require(spec, layout, backend, platform, profile)
+            require(spec, layout, backend, platform_of(platform), profile)
         except UnsupportedPairing as refused:
             alone = f"To change this pool alone: pools={{{name!r}: (layout, backend)}}"
             raise UnsupportedPairing(f"{refused}. {alone}") from refused
@@ -316,8 +319,11 @@ def _require_fitting(specs: Specs, pages: Mapping[str, int], wrapped: Mapping[st
                 f"device pool {name!r} has {pool.num_pages} pages, but {_owner(specs, name)!r}, whose indices it "
                 f"shares, has {pages[name]}; give it as many"
             )
-        if pool.spec.components and pool.device.type != MEMORY[platform]:
-            raise ValueError(f"device pool {name!r} lies on {pool.device}, platform {platform!r} does not reach there")
+        elsewhere = others_of_its_platform(pool.platform, platform)
+        if pool.spec.components and (elsewhere or pool.device.type != MEMORY[platform_of(platform)]):
+            raise ValueError(
+                f"device pool {name!r} lies on {pool.platform}, platform {platform!r} does not reach there"
+            )
 
 
 def _host_pages(specs: Specs, pages: Mapping[str, int], ratio: float | None, nbytes: int | None) -> dict[str, int]:

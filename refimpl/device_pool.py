@@ -9,6 +9,7 @@ from itertools import combinations
 import numpy as np
 import torch
 
+from refimpl.devices import memory_of, settled
 from refimpl.geometry import Component, PoolSpec
 
 # Index units of a wrapped pool that stores nothing: it has no buffer to count them in, and nothing can go wrong.
@@ -20,21 +21,23 @@ class DevicePool:
 
     A buffer is `(slots, heads, *dim)` for token rows (heads is 1 where the row has none), `(pages, item)` for page rows
     and `(slots, *shape)` for states. Page 0 is an ordinary page here; engines keep it as padding.
+
+    device    where the buffers lie, as torch says it; "cuda" is the GPU that is current when the pool is made
+    platform  the same by the name that host pools use. "emulated:1" lies in host memory, which torch calls "cpu"; what
+              lies on "cpu" without being an emulated device's may be used by any of them
     """
 
     def __init__(self, spec: PoolSpec, num_pages: int, device: str | torch.device = "cpu") -> None:
-        self._adopt(
-            spec,
-            {
-                c.name: [
-                    torch.zeros(_rows(spec, c, num_pages), *row_shape(c), dtype=c.dtype, device=device)
-                    for _ in spec.layers_of(c)
-                ]
-                for c in spec.components
-            },
-            num_pages,
-            torch.device(device),
-        )
+        platform = settled(str(device))
+        where = torch.device(memory_of(platform))
+        tensors = {
+            c.name: [
+                torch.zeros(_rows(spec, c, num_pages), *row_shape(c), dtype=c.dtype, device=where)
+                for _ in spec.layers_of(c)
+            ]
+            for c in spec.components
+        }
+        self._adopt(spec, tensors, num_pages, where, platform)
 
     @classmethod
     def wrap(cls, spec: PoolSpec, tensors: Mapping[str, Sequence[torch.Tensor]]) -> DevicePool:
@@ -73,13 +76,19 @@ class DevicePool:
         pool = cls.__new__(cls)
         stored = {c.name: [_as_stored(c, t) for t in tensors[c.name]] for c in spec.components}
         num_pages = next(iter(lengths.values()), UNLIMITED // spec.page_size)
-        pool._adopt(spec, stored, num_pages, next(iter(devices), torch.device("cpu")))
+        device = next(iter(devices), torch.device("cpu"))
+        pool._adopt(spec, stored, num_pages, device, settled(str(device)))
         return pool
 
     def _adopt(
-        self, spec: PoolSpec, tensors: dict[str, list[torch.Tensor]], num_pages: int, device: torch.device
+        self,
+        spec: PoolSpec,
+        tensors: dict[str, list[torch.Tensor]],
+        num_pages: int,
+        device: torch.device,
+        platform: str,
     ) -> None:
-        self.spec, self.num_pages, self.device = spec, num_pages, device
+        self.spec, self.num_pages, self.device, self.platform = spec, num_pages, device, platform
         self._tensors = tensors
         self._in_order = [tensor for buffers in tensors.values() for tensor in buffers]
 

@@ -21,12 +21,15 @@ import numpy as np
 import torch
 
 from refimpl.hooks import reached
-from refimpl.runtime import BATCHED, Event, Stream, Stuck
+from refimpl.runtime import BATCHED, Event, Stream, Stuck, require_here
 
 POISON = 0xDB
 ALIGNMENT = 256  # of device memory
 
 Launcher = Callable[[str, int, int, np.ndarray], None]
+
+# Address of device memory -> the device whose memory it is.
+_OWNERS: dict[int, QueueRuntime] = {}
 
 
 @dataclass
@@ -53,6 +56,8 @@ class Queued:
 class QueueRuntime:
     """A device without hardware: everything waits in queues until somebody waits for it.
 
+    Several devices do not know of each other: each has its memory, and streams that advance when it is waited for.
+
     launcher  runs a kernel on the CPU: (instance, blocks, threads, arguments)
     compiler  compiles what the launcher will run
     seed      of the order in which streams take turns and descriptors of a batch are copied
@@ -60,12 +65,13 @@ class QueueRuntime:
 
     threads = 32
 
-    def __init__(self, launcher: Launcher, compiler: Callable[[], None] = lambda: None, seed: int = 0) -> None:
-        self._launcher, self.compile = launcher, compiler
+    def __init__(
+        self, launcher: Launcher, compiler: Callable[[], None] = lambda: None, seed: int = 0, name: str = "emulated:0"
+    ) -> None:
+        self._launcher, self.compile, self.name = launcher, compiler, name
         self._random = random.Random(seed)
         self._streams = itertools.count()
         self._queues: dict[Hashable, deque[Queued]] = {}
-        self._held: set[int] = set()  # addresses of storages
         self._lock = threading.RLock()
         self._here = threading.local()
 
@@ -144,10 +150,10 @@ class QueueRuntime:
         address, stream = memory.ctypes.data, self.current()
 
         def freed() -> None:
-            self._held.discard(address)
+            _OWNERS.pop(address, None)
             self.submit(lambda: room.fill(POISON), stream)
 
-        self._held.add(address)
+        _OWNERS[address] = self
         weakref.finalize(memory, freed).atexit = False  # the storage of every view keeps this array alive
         return torch.from_numpy(memory)
 
@@ -173,7 +179,10 @@ class QueueRuntime:
         return found
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        return tensor.untyped_storage().data_ptr() in self._held
+        owner = _OWNERS.get(tensor.untyped_storage().data_ptr())
+        if owner is not None:
+            require_here(owner.name, self.name)
+        return owner is not None
 
     def keep(self, tensor: torch.Tensor) -> None:
         self.submit(lambda: tensor)
@@ -241,7 +250,7 @@ class HostQueue(QueueRuntime):
     """The same for backends of the CPU, which do their work in the call: there it is the calls that are queued."""
 
     def __init__(self, seed: int = 0) -> None:
-        super().__init__(_no_kernels, seed=seed)
+        super().__init__(_no_kernels, seed=seed, name="cpu")
 
     def issue(self, stream: Stream, call: Callable[[], object]) -> None:
         self.submit(call, stream)

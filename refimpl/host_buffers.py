@@ -19,8 +19,11 @@ from refimpl.teardown import call_all
 class HostBuffers:
     """The buffers of a pool in one layout.
 
-    storage  each `layout.Buffer` with its tensors, which have the buffer's own (unmerged) axes
+    storage   each `layout.Buffer` with its tensors, which have the buffer's own (unmerged) axes
+    platform  the device that the memory is for, by name: addresses on a device are those of this one
     """
+
+    platform = "cpu"
 
     def __init__(
         self, spec: PoolSpec, layout: str, num_pages: int, memory: HostMemory, registration_limit: int | None
@@ -32,12 +35,13 @@ class HostBuffers:
         self._blocks: list[Block] = []
         try:
             for buffer in buffers(spec, layout, num_pages):
-                self.storage.append(
-                    (buffer, [self._take(buffer, memory, registration_limit) for _ in buffer.tensor_layers])
-                )
+                self.storage.append((buffer, self._tensors(buffer, memory, registration_limit)))
         except BaseException:
             self.close()
             raise
+
+    def _tensors(self, buffer: Buffer, memory: HostMemory, limit: int | None) -> list[torch.Tensor]:
+        return [self._take(buffer, memory, limit) for _ in buffer.tensor_layers]
 
     def _take(self, buffer: Buffer, memory: HostMemory, limit: int | None) -> torch.Tensor:
         self._blocks.append(memory.allocate(buffer.nbytes, buffer.piece_bytes, limit))
@@ -122,8 +126,8 @@ class HostBuffers:
     def registrations(self) -> list[Registration]:
         """Pinned ranges by address, and where a device finds them."""
         ranges = [
-            Registration(begin, begin + nbytes, block.device_address(begin))
-            for block in self._blocks
+            Registration(begin, begin + nbytes, block.device_address(begin, self.platform))
+            for block in self._memory()
             for begin, nbytes in block.chunks
         ]
         return sorted(ranges, key=lambda r: r.begin)
@@ -131,11 +135,15 @@ class HostBuffers:
     def _device_address(self, address: int) -> int | None:
         if not address:
             return 0  # a view without elements lies nowhere
-        for block in self._blocks:
+        for block in self._memory():
             first = block.tensor.data_ptr()
             if first <= address < first + block.tensor.numel():
-                return block.device_address(address)
+                return block.device_address(address, self.platform)
         raise ValueError(f"address {address:#x} is not in pool {self.spec.name!r}")
+
+    def _memory(self) -> list[Block]:
+        """The blocks that the tensors lie in."""
+        return self._blocks
 
     # ---- pages, as storage tiers and other engines see them
 

@@ -14,6 +14,7 @@ from refimpl.allocator import Budget, PageAllocator
 from refimpl.backends import registry
 from refimpl.backends.protocol import Setup
 from refimpl.device_pool import DevicePool
+from refimpl.devices import others_of_its_platform, platform_of, settled
 from refimpl.geometry import PoolSpec
 from refimpl.host_buffers import HostBuffers
 from refimpl.indices import Indices, check_pair
@@ -38,7 +39,8 @@ class HostPool(HostBuffers):
     memory              where memory comes from; None: of exact size, pinned for a backend that copies on a GPU
     registration_limit  the most bytes of one registration, for pinned memory
     budget              booked before memory is taken; `MemoryError` if it does not suffice
-    platform            where device pools lie, "cpu", "cuda" or "emulated"; None: wherever the backend can reach here
+    platform            where device pools lie: "cpu", or "cuda" or "emulated", with a number where there are several
+                        ("cuda:1"; without one: the GPU that is current now); None: wherever the backend can reach here
     staging_pages       pages of device memory that a backend which stages takes (None: some 128 MiB, or two pages);
                         `device_budget` books them
     blocks              blocks of a copy kernel; None: what was measured to be best
@@ -61,7 +63,7 @@ class HostPool(HostBuffers):
     ) -> None:
         only_cuda = "cpu" not in BACKENDS.get(backend, ("cpu",))
         platform = platform or ("cuda" if only_cuda and torch.cuda.is_available() else "cpu")
-        self.paths = require(spec, layout, backend, platform, profile)
+        self.paths = require(spec, layout, backend, platform_of(platform), profile)
         if num_pages < 0:
             raise ValueError(f"pool {spec.name!r}: num_pages must not be negative, got {num_pages}")
         for option, value in (("staging_pages", staging_pages), ("blocks", blocks)):
@@ -70,6 +72,7 @@ class HostPool(HostBuffers):
                 raise ValueError(
                     f"pool {spec.name!r}: {option} must be from {least} to {most:,}, or None; got {value!r}"
                 )
+        platform = settled(platform)
         self.backend, self.profile, self.platform = backend, profile, platform
         self._users, self._closing, self._users_changed = 0, False, threading.Condition()
         # For each device pool, plans by kind of item and the addresses that they were made for.
@@ -100,9 +103,8 @@ class HostPool(HostBuffers):
                 f"pool {spec.name!r} with layout {layout!r} and backend {self.backend!r}: {missing}"
             ) from missing
         self._finish = weakref.finalize(self, self._mover.close)
-        pinned = self.platform == "cuda" and "cpu" not in BACKENDS[self.backend]
-        self._gpu = torch.cuda.current_device() if pinned else None
-        memory = memory or HostMemory(CudaRegistrar() if pinned else None)
+        pinned = platform_of(self.platform) == "cuda" and "cpu" not in BACKENDS[self.backend]
+        memory = memory or HostMemory(CudaRegistrar(self.platform) if pinned else None)
         super().__init__(spec, layout, setup.num_pages, memory, registration_limit)
         for block in self._blocks:
             block.close_after(self._mover.close)
@@ -194,10 +196,13 @@ class HostPool(HostBuffers):
             raise ValueError(f"host pool {self.spec} and device pool {device.spec} are not of one spec")
         if direction not in self.paths:
             raise ValueError(f"direction must be one of {tuple(self.paths)}, got {direction!r}")
-        if device.device.type != MEMORY[self.platform]:
+        if device.device.type != MEMORY[platform_of(self.platform)]:
             require(self.spec, self.layout, self.backend, device.device.type, self.profile)
-        if self.platform == "cuda" and self.backend != "torch":
-            self._require_current_gpu(device, host_indices, device_indices)
+        if others_of_its_platform(device.platform, self.platform):
+            raise ValueError(
+                f"pool {self.spec.name!r}: the device pool lies on {device.platform}, the host pool was made for "
+                f"{self.platform}; make one for it with platform={device.platform!r}"
+            )
         unit = self.page_size
         host_items, device_items = self.num_pages, device.num_pages
         if single_entries:
@@ -280,18 +285,6 @@ class HostPool(HostBuffers):
             with self._users_changed:
                 self._users -= 1
                 self._users_changed.notify_all()
-
-    def _require_current_gpu(self, device: DevicePool, *lists: Indices) -> None:
-        """Streams and memory are those of the current GPU; a pool has its streams and staging where it was made."""
-        here = torch.cuda.current_device()
-        used = [("the pool was made on", self._gpu), ("the device pool lies on", device.device.index)]
-        used += [("an index list lies on", t.device.index) for t in lists if t is not None and t.is_cuda]
-        for what, index in used:
-            if index not in (None, here):
-                raise ValueError(
-                    f"pool {self.spec.name!r}: {what} cuda:{index}, the current GPU is cuda:{here}; "
-                    f"call it inside `with torch.cuda.device({index})`"
-                )
 
     def _require_backend(self, io_backend: str) -> None:
         if io_backend != self.backend:

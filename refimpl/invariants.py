@@ -100,8 +100,8 @@ def _components(cache: PrefixCache) -> Iterator[Complaint]:
                 if name not in known:
                     yield node, f"{name} owns no slots"
                     continue
-                allocator, most = _allocator(cache, side, name), 1 if name in cache._states else len(node.key)
-                least = most if name in (cache.anchor, *cache._states) else allocator.page_size
+                allocator, most = _allocator(cache, side, name), 1 if name in cache.states else len(node.key)
+                least = most if name in (cache.anchor, *cache.states) else allocator.page_size
                 if not least <= len(some) <= most:
                     yield node, f"{len(some)} slots of {name} on the {side}"
                 try:
@@ -206,7 +206,7 @@ def _sides(node: Node) -> tuple[tuple[str, Slots], tuple[str, Slots]]:
 
 
 def _places(cache: PrefixCache) -> list[Place]:
-    return [(side, name) for side in SIDES for name in (cache.anchor, *cache._rows, *cache._states)]
+    return [(side, name) for side in SIDES for name in (cache.anchor, *cache.rows, *cache.states)]
 
 
 def _allocator(cache: PrefixCache, side: str, name: str) -> PageAllocator:

@@ -17,20 +17,22 @@ from typing import Any, Protocol
 
 import torch
 
+from refimpl import numa
 from refimpl.cudart import cudart
+from refimpl.devices import current, settled
 from refimpl.teardown import call_all
 
 
 class Registrar(Protocol):
     """What pins memory. Raises on failure.
 
-    `device_address` is the address that a device uses for a host address; None where it has none and only the copy
-    engine can reach the memory.
+    Whatever is registered is registered for all devices. `device_address` is the address that one of them, "cuda:1"
+    say, uses for a host address; None where it has none and only the copy engine can reach the memory.
     """
 
     def register(self, address: int, nbytes: int) -> None: ...
     def unregister(self, address: int) -> None: ...
-    def device_address(self, address: int) -> int | None: ...
+    def device_address(self, address: int, device: str) -> int | None: ...
 
 
 class Block:
@@ -47,9 +49,9 @@ class Block:
         """Call this before registrations are undone, however that comes about: it waits for whoever uses the memory."""
         self._first.append(call)
 
-    def device_address(self, address: int) -> int | None:
+    def device_address(self, address: int, device: str) -> int | None:
         """The address under which a device reaches `address`, if it has one; the same one for pageable memory."""
-        return self._registrar.device_address(address) if self._registrar else address
+        return self._registrar.device_address(address, device) if self._registrar else address
 
     def close(self) -> None:
         """Undo every registration. Calling it again does nothing."""
@@ -57,10 +59,16 @@ class Block:
 
 
 class HostMemory:
-    """Where host pools take their memory: pageable, or pinned when there is a `registrar`."""
+    """Where host pools take their memory: pageable, or pinned when there is a `registrar`.
 
-    def __init__(self, registrar: Registrar | None = None) -> None:
-        self.registrar = registrar
+    numa_node  the node that it lies on, and no other (`numa.nearest` knows a GPU's); None: wherever the system puts it.
+               `ValueError` for a node that is not there, `OSError` where the system refuses
+    """
+
+    def __init__(self, registrar: Registrar | None = None, numa_node: int | None = None) -> None:
+        if numa_node is not None:
+            numa.require_node(numa_node)
+        self.registrar, self.numa_node = registrar, numa_node
 
     def allocate(self, nbytes: int, piece_bytes: int, registration_limit: int | None = None) -> Block:
         """Exactly `nbytes`, registered in chunks that are multiples of `piece_bytes` (no piece spans two chunks).
@@ -85,7 +93,10 @@ class HostMemory:
         """Fresh zeroed memory. An override may take it from elsewhere."""
         if not nbytes:
             return torch.empty(0, dtype=torch.uint8)
-        return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
+        tensor = torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
+        if self.numa_node is not None:
+            numa.bind(tensor.data_ptr(), nbytes, self.numa_node)
+        return tensor
 
 
 def chunk_ranges(address: int, nbytes: int, piece_bytes: int, limit: int | None) -> Iterator[tuple[int, int]]:
@@ -103,9 +114,15 @@ NOT_SUPPORTED = 801  # cudaErrorNotSupported
 
 
 class CudaRegistrar:
-    """Pins memory for CUDA devices."""
+    """Pins memory for all CUDA devices.
+
+    device  the one whose context asks the driver for it ("cuda": the one that is current now)
+    """
 
     PORTABLE_AND_MAPPED = 0x01 | 0x02
+
+    def __init__(self, device: str = "cuda") -> None:
+        self.device = settled(device)
 
     def register(self, address: int, nbytes: int) -> None:
         self._call("cudaHostRegister", address, ctypes.c_size_t(nbytes), self.PORTABLE_AND_MAPPED)
@@ -113,21 +130,22 @@ class CudaRegistrar:
     def unregister(self, address: int) -> None:
         self._call("cudaHostUnregister", address)
 
-    def device_address(self, address: int) -> int | None:
+    def device_address(self, address: int, device: str) -> int | None:
         """Usually the same. Not where a device cannot use the host's addresses (upstream issue 40232)."""
         alias, library = ctypes.c_void_p(), cudart()
-        error = library.handle.cudaHostGetDevicePointer(ctypes.byref(alias), ctypes.c_void_p(address), 0)
+        with current(device):
+            error = library.handle.cudaHostGetDevicePointer(ctypes.byref(alias), ctypes.c_void_p(address), 0)
         if error == NOT_SUPPORTED:
             library.handle.cudaGetLastError()
             return None
         library.check(error, f"cudaHostGetDevicePointer at {address:#x}")
         return alias.value
 
-    @staticmethod
-    def _call(function: str, address: int, *arguments: Any) -> None:
+    def _call(self, function: str, address: int, *arguments: Any) -> None:
         torch.cuda.init()
         library = cudart()
-        error = getattr(library.handle, function)(ctypes.c_void_p(address), *arguments)
+        with current(self.device):
+            error = getattr(library.handle, function)(ctypes.c_void_p(address), *arguments)
         library.check(error, f"{function} at {address:#x}")
 
 

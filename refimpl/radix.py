@@ -122,6 +122,9 @@ class PrefixCache:
     """
     policy   one of `POLICIES`
     windows  pool -> tokens at the end of a prefix for which it must have slots; all of them where it is not named
+
+    Pools by what a node has of them: `anchor`, a slot for each token; `rows`, slots for tokens at the end; `states`,
+    one slot. Others ride on these.
     """
 
     def __init__(
@@ -133,11 +136,11 @@ class PrefixCache:
         group = controller.host
         self.anchor, self.page_size = group.anchor.spec.name, group.page_size
         self._riders = {name: [n for n in group.pools if group.owner(n) == name] for name in group.pools}
-        self._states = [name for name, pool in group.pools.items() if pool.spec.keeps_states]
-        self._rows = [n for n in group.pools if group.owner(n) == n and n not in (self.anchor, *self._states)]
-        wrong = {name: window for name, window in self.windows.items() if name not in self._rows or window < 0}
+        self.states = [name for name, pool in group.pools.items() if pool.spec.keeps_states]
+        self.rows = [n for n in group.pools if group.owner(n) == n and n not in (self.anchor, *self.states)]
+        wrong = {name: window for name, window in self.windows.items() if name not in self.rows or window < 0}
         if wrong:
-            raise ValueError(f"windows {wrong}: there are windows of {self._rows}, of 0 tokens and more")
+            raise ValueError(f"windows {wrong}: there are windows of {self.rows}, of 0 tokens and more")
         self._acks: list[Ack] = []  # for the next check
         self.root = Node(np.empty(0, np.int64))
         self.now = 0  # counts uses
@@ -169,13 +172,13 @@ class PrefixCache:
     def _complete(self, nodes: Sequence[Node]) -> bool:
         """Whether a request can go on behind the last node: its state is there, and the window before it."""
         last = nodes[-1]
-        if not all(name in last.device or name in last.host for name in self._states):
+        if not all(name in last.device or name in last.host for name in self.states):
             return False
         return all(self._covered(nodes, name) >= window for name, window in self._windows(nodes).items())
 
     def _windows(self, nodes: Sequence[Node]) -> dict[str, int]:
         length = sum(len(node.key) for node in nodes)
-        return {name: min(self.windows.get(name, length), length) for name in self._rows}
+        return {name: min(self.windows.get(name, length), length) for name in self.rows}
 
     @staticmethod
     def _covered(nodes: Sequence[Node], name: str) -> int:
@@ -207,7 +210,7 @@ class PrefixCache:
             node.hits += 1
             self._touch(node)
         for name, given in slots.items():
-            if name not in self._states:
+            if name not in self.states:
                 left[name].append(given[len(given) - (len(tokens) - len(key)) :])
             elif len(given) and node.key.size and len(key) == len(tokens) and name not in node.device:
                 node.device[name] = given
@@ -221,12 +224,12 @@ class PrefixCache:
         if self.anchor not in slots:
             raise ValueError(f"slots of {self.anchor!r}, the anchor, are missing: a prefix is what has them")
         for name, given in slots.items():
-            if name not in (self.anchor, *self._rows, *self._states):
+            if name not in (self.anchor, *self.rows, *self.states):
                 raise ValueError(f"pool {name!r} owns no slots that a prefix could have")
-            most = 1 if name in self._states else tokens
+            most = 1 if name in self.states else tokens
             if len(given) > most or (name == self.anchor and len(given) != tokens):
                 raise ValueError(f"pool {name!r}: {len(given)} slots for {tokens} tokens")
-            if name in self._rows and len(given) and (tokens - len(given)) % self.page_size:
+            if name in self.rows and len(given) and (tokens - len(given)) % self.page_size:
                 raise ValueError(f"pool {name!r}: the last {len(given)} of {tokens} tokens do not begin with a page")
         for name, given in slots.items():
             allocator = self.controller.stack.device_slots[name]
@@ -246,7 +249,7 @@ class PrefixCache:
     ) -> None:
         """Give a node at tokens begin..end the slots that it lacks."""
         for name, given in slots.items():
-            if name in self._states:
+            if name in self.states:
                 continue
             first = tokens - len(given)  # the token of the first slot
             part = given[max(begin - first, 0) : max(end - first, 0)]
@@ -408,9 +411,9 @@ class PrefixCache:
         behind = match.length
         for node in match.nodes:
             behind -= len(node.key)
-            wanted = [self.anchor, *(n for n in self._rows if behind < self.windows.get(n, match.length))]
+            wanted = [self.anchor, *(n for n in self.rows if behind < self.windows.get(n, match.length))]
             if node is match.last:
-                wanted += self._states
+                wanted += self.states
             found = {name: node.host[name] for name in wanted if name in node.host and name not in node.device}
             if found:
                 missing[node] = found
@@ -493,7 +496,7 @@ class PrefixCache:
         return self._evict("host", name, need)
 
     def _evict(self, side: str, name: str, need: int) -> int:
-        if name not in (self.anchor, *self._rows, *self._states):
+        if name not in (self.anchor, *self.rows, *self.states):
             raise ValueError(f"no pool {name!r} owns slots that could be evicted")
         freed = 0
         while freed < need and (victims := self._victims(side, name, need - freed)):

@@ -41,16 +41,21 @@ class Event(Protocol):
 
 
 class Runtime(Protocol):
-    """threads  of one block: as many as pay there"""
+    """One device. What is submitted goes there, whichever device is the current one.
 
+    name     of the device: "cuda:1"
+    threads  of one block: as many as pay there
+    """
+
+    name: str
     threads: int
 
     def current(self) -> Stream:
-        """The caller's stream."""
+        """The caller's stream on this device."""
         ...
 
     def compile(self) -> None:
-        """Compile every kernel, once. `ImportError` with the compiler's message where one fails."""
+        """Compile every kernel for this device, once. `ImportError` with the compiler's message where one fails."""
         ...
 
     def stream(self) -> Stream:
@@ -58,7 +63,7 @@ class Runtime(Protocol):
         ...
 
     def on(self, stream: Stream) -> AbstractContextManager[None]:
-        """Make a stream the caller's."""
+        """Make a stream the caller's, and its device the current one."""
         ...
 
     def issue(self, stream: Stream, call: Callable[[], object]) -> None:
@@ -108,7 +113,7 @@ class Runtime(Protocol):
         ...
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor lies in device memory."""
+        """Whether a tensor lies in this device's memory. `ValueError` if it lies in another one's."""
         ...
 
     def keep(self, tensor: torch.Tensor) -> None:
@@ -125,6 +130,14 @@ class Runtime(Protocol):
     def launch(self, stream: Stream, kernel: str, blocks: int, arguments: np.ndarray) -> None:
         """Launch a kernel of `kernels_cupy.specs`. The struct of its arguments is not copied."""
         ...
+
+
+def require_here(place: str, device: str) -> None:
+    """`ValueError` for a list that lies on another device than the one that is to read it."""
+    if place != device:
+        raise ValueError(
+            f"an index list lies on {place}, the pools on {device}: leave lists on the host, or copy them to {device}"
+        )
 
 
 @dataclass

@@ -15,6 +15,7 @@ from functools import cache
 from refimpl import sglang
 from refimpl.answers import Capability, Path, Refusal, StartUp, UnsupportedPairing
 from refimpl.backends import registry
+from refimpl.devices import platform_of
 from refimpl.geometry import PoolSpec
 from refimpl.layout import LAYOUTS, buffers, stacks
 from refimpl.sglang import SGLANG_PAIRS, start_up
@@ -51,14 +52,15 @@ BACKENDS: dict[str, tuple[str, ...]] = {
     "auto": ("cuda", "emulated"),
 }
 
-# Where the tensors of a device pool lie.
+# Where the tensors of a device pool lie, as torch says it.
 MEMORY = {"cpu": "cpu", "cuda": "cuda", "emulated": "cpu"}
 
 
 def support(
     spec: PoolSpec, layout: str, backend: str, direction: str, platform: str = "cpu", profile: str = "reference"
 ) -> Path | Refusal:
-    """Whether a pool may use a layout with a backend in one direction, and how."""
+    """Whether a pool may use a layout with a backend in one direction, and how; on any device of a platform."""
+    platform = platform_of(platform)
     if direction not in DIRECTIONS:
         raise ValueError(f"direction must be one of {DIRECTIONS}, got {direction!r}")
     if platform not in PLATFORMS:
@@ -170,7 +172,7 @@ def _instead(spec: PoolSpec, layout: str, backend: str, direction: str, platform
 
 def _engine_platform(platform: str) -> str:
     """An engine knows no emulation: it would see a CUDA device."""
-    return "cuda" if platform == "emulated" else platform
+    return "cuda" if platform_of(platform) == "emulated" else platform_of(platform)
 
 
 def _capability(spec: PoolSpec, layout: str, backend: str, platform: str) -> Capability:

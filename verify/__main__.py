@@ -1,4 +1,4 @@
-"""python -m verify run | report | mutants | adapter | check-report."""
+"""python -m verify COMMAND; `--help` lists the commands."""
 
 import sys
 

@@ -2,66 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-
-import numpy as np
-import torch
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
 
 from refimpl.invariants import require_invariants
-from refimpl.operations import Ack
-from refimpl.radix import Match, PrefixCache, Slots
+from refimpl.radix import PrefixCache
 
-Tokens = Sequence[int] | np.ndarray
+CALLS = ("match", "insert", "load_back", "use", "release", "check", "evict", "evict_host", "clear")
 
 
 class CheckedCache(PrefixCache):
     """Calls that it makes itself, to have room in the middle of another, are checked with that one."""
 
-    _depth = 0
+    depth = 0  # of calls within calls
 
-    @contextmanager
-    def _checked(self) -> Iterator[None]:
-        self._depth += 1
+
+def _checked(call: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(call)
+    def checked(self: CheckedCache, *args: Any, **options: Any) -> Any:
+        self.depth += 1
         try:
-            yield
+            return call(self, *args, **options)
         finally:
-            self._depth -= 1
-            if not self._depth:
+            self.depth -= 1
+            if not self.depth:
                 require_invariants(self)
 
-    def match(self, tokens: Tokens) -> Match:
-        with self._checked():
-            return super().match(tokens)
+    return checked
 
-    def insert(self, tokens: Tokens, slots: Mapping[str, torch.Tensor]) -> Slots:
-        with self._checked():
-            return super().insert(tokens, slots)
 
-    def load_back(self, match: Match) -> bool:
-        with self._checked():
-            return super().load_back(match)
-
-    def use(self, match: Match) -> None:
-        with self._checked():
-            super().use(match)
-
-    def release(self, match: Match) -> None:
-        with self._checked():
-            super().release(match)
-
-    def check(self, wait: bool = False) -> list[Ack]:
-        with self._checked():
-            return super().check(wait)
-
-    def evict(self, name: str, need: int) -> int:
-        with self._checked():
-            return super().evict(name, need)
-
-    def evict_host(self, name: str, need: int) -> int:
-        with self._checked():
-            return super().evict_host(name, need)
-
-    def clear(self) -> None:
-        with self._checked():
-            super().clear()
+for name in CALLS:
+    setattr(CheckedCache, name, _checked(getattr(PrefixCache, name)))

@@ -31,6 +31,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Slow tests run under --full, GPU tests where there is a GPU; the rest always."""
     unfit = {} if config.getoption("--full") else {"slow": "slow: runs under --full"}
     unfit |= {} if torch.cuda.is_available() else {"gpu": "needs an NVIDIA GPU"}
+    count = torch.cuda.device_count()
+    unfit |= (
+        {}
+        if count > 1
+        else {"several_gpus": f"needs two NVIDIA GPUs in one machine, here {'is one' if count else 'is none'}"}
+    )
     for item in items:
         for marker, reason in unfit.items():
             if item.get_closest_marker(marker):

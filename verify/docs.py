@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from refimpl import LAYOUTS, PoolSpec, support
 from refimpl.support import SGLANG_PAIRS
+from verify.arguments import Parser
 from verify.toys import TOYS
 
 README = Path(__file__).resolve().parents[1] / "README.md"
@@ -55,3 +57,10 @@ COMPUTED = {"support": support_table}
 def rewritten(text: str) -> str:
     """README with every computed part made anew."""
     return MARKED.sub(lambda part: part[1] + COMPUTED[part[2]]() + part[3], text)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Write the computed parts of README.md anew."""
+    Parser(prog="python -m verify docs", description=main.__doc__).parse_args(argv)
+    README.write_text(rewritten(README.read_text(encoding="utf-8")), encoding="utf-8")
+    return 0

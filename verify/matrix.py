@@ -18,8 +18,9 @@ import torch
 from covertable import make as covering_array
 
 from refimpl import LAYOUTS, DevicePool, HostPool, PoolSpec, Refusal, oracle, slots_of, support
+from refimpl.devices import memory_of, platform_of
 from refimpl.host_buffers import HostBuffers
-from refimpl.support import BACKENDS, MEMORY
+from refimpl.support import BACKENDS
 from verify import fill
 from verify.fill import Place
 from verify.guarded import GuardedDevice, GuardedMemory
@@ -145,7 +146,7 @@ class Trial:
         widest = max((c.dtype.itemsize for c in spec.components), default=1)
         shift = widest if cell.start == "shifted" else 0
         gap = 3 * widest if cell.rows == "strided" else 0
-        pinned = cell.platform == "cuda" and cell.backend != "torch"
+        pinned = platform_of(cell.platform) == "cuda" and cell.backend != "torch"
         self.host_memory, self.expected_memory = GuardedMemory(shift, pinned), GuardedMemory(shift)
         self.host = HostPool(
             spec,
@@ -157,7 +158,7 @@ class Trial:
             staging_pages=STAGING_PAGES,
         )
         self.expected_host = HostPool(spec, cell.layout, cell.pages + 2, memory=self.expected_memory)
-        self.device = GuardedDevice(spec, cell.pages + 3, gap, shift, MEMORY[cell.platform])
+        self.device = GuardedDevice(spec, cell.pages + 3, gap, shift, memory_of(cell.platform))
         self.expected_device = GuardedDevice(spec, cell.pages + 3, gap, shift)
 
     def run(self) -> None:
@@ -238,7 +239,7 @@ class Trial:
         """Token slots of the pages to move: destination pages distinct, by the cell's pattern on both sides."""
         host, device = self._numbers(direction, self.cell.pages, self.host.num_pages, self.device.pool.num_pages)
         slots = [slots_of(pages, self.spec.page_size).to(self._index_dtype) for pages in (host, device)]
-        return slots[0], slots[1].to(MEMORY[self.cell.platform])
+        return slots[0], slots[1].to(memory_of(self.cell.platform))
 
     def _entries(self, direction: str) -> tuple[torch.Tensor, torch.Tensor]:
         """Entries to move: about half of those of the cell's pages."""

@@ -7,14 +7,18 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, get_args
+
+from tqdm import tqdm
 
 from refimpl import LAYOUTS, Refusal, support
 from refimpl.backends import registry
 from refimpl.support import BACKENDS, DIRECTIONS, PLATFORMS
 from verify import matrix, page
+from verify.arguments import Parser
 from verify.toys import TOYS
 
 Status = Literal["pass", "fail", "not here", "refused"]
@@ -115,3 +119,18 @@ def _reasons(row: list[Entry]) -> str:
     return "; ".join(
         reason if where == everywhere else f"{' and '.join(where)}: {reason}" for reason, where in platforms.items()
     )
+
+
+def main(argv: Sequence[str]) -> int:
+    """Write report.html into a folder, and print what it counts. Exit code 1 where a cell is wrong."""
+    parser = Parser(prog="python -m verify report", description=main.__doc__)
+    parser.add_argument("--out", type=Path, default=Path("out"), metavar="FOLDER", help="default: %(default)s")
+    folder = parser.parse_args(argv).out
+    found = list(tqdm(entries(), desc="support", total=count(), unit="cell"))
+    folder.mkdir(parents=True, exist_ok=True)
+    target, counts = folder / "report.html", tally(found)
+    target.write_text(as_page(found), encoding="utf-8")
+    for status, number in counts.items():
+        print(f"{number:6,} {status}: {MEANING[status]}")
+    print(f"{target}: every cell with its reason")
+    return int(counts["fail"] > 0)

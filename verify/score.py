@@ -21,17 +21,16 @@ def sources(root: Path = ROOT) -> str:
     return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
-def keep(killed: int, total: int, measured: str, file: Path = FILE) -> None:
+def keep(killed: int, total: int, measured: str) -> None:
     """What a run over all mutants came to; `measured` are the sources that it began with."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps({"killed": killed, "total": total, "sources": measured}) + "\n", encoding="utf-8")
+    FILE.parent.mkdir(parents=True, exist_ok=True)
+    FILE.write_text(json.dumps({"killed": killed, "total": total, "sources": measured}) + "\n", encoding="utf-8")
 
 
-def kept(measured: str, file: Path = FILE) -> dict[str, Any] | None:
+def kept(measured: str) -> dict[str, Any] | None:
     """`killed` and `total` as measured for these sources; None where they were not."""
     try:
-        found = json.loads(file.read_text("utf-8"))
-        score = {"killed": int(found["killed"]), "total": int(found["total"])}
-        return score if found["sources"] == measured else None
+        found = json.loads(FILE.read_text("utf-8"))
+        return {name: int(found[name]) for name in ("killed", "total")} if found["sources"] == measured else None
     except (OSError, ValueError, KeyError, TypeError):
         return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -17,7 +18,7 @@ from typing import Any
 import pytest
 
 from refimpl.support import BACKENDS
-from verify import cli
+from verify import cli, mutants, score
 from verify.adapters import diagnosis, protocol, report, runner, suite, wrong
 from verify.adapters.plain import Numpy
 from verify.adapters.protocol import Expected, Loaded, NoAdapter
@@ -152,7 +153,7 @@ def test_a_refusal_after_something_moved_is_none() -> None:
     adapter = Loaded("late", Careless(late), {}, "CPU", ())
     outcome = runner.check(adapter, *only("mha-tiny/page_first", "backup/scattered"))
     assert (outcome.status, outcome.refused) == ("failed", True)
-    assert "was refused (ValueError: too late)" in outcome.message
+    assert re.search(r"was refused \(test_adapters\.py:\d+: ValueError: too late\)", outcome.message)
     assert "expected poison (nothing was written)" in outcome.message
 
 
@@ -163,6 +164,7 @@ def test_expected_failures_are_honoured_and_stale_ones_reported() -> None:
     lines = (
         Expected("mha-*/page_first/*", "layers, we know"),
         Expected("*/page_head/*/no-heads", "passes"),
+        Expected("*/page_first_direct/*", "is not among these cases"),
         Expected("mha-tiny/page_first/backup/nothing", "gone"),
     )
     adapter = replace(protocol.load("verify.adapters.wrong:LayersSwapped"), expected=lines)
@@ -196,6 +198,7 @@ def truth() -> Json:
 
 
 def problems(content: Json, folder: Path) -> list[str]:
+    """As `check-report` finds them."""
     report.write(folder, content)
     return [*report.problems(folder / "report.json")]
 
@@ -221,6 +224,11 @@ TAMPERED: dict[str, tuple[Callable[[Json], object], str]] = {
     "other vectors": (lambda c: c["vectors"].update(sha256="0" * 64), "it is of other vectors"),
     "other counts": (lambda c: c["counts"].update(passed=1), "its counts are not those of its cases"),
     "another number of cases": (lambda c: c["vectors"].update(cases=1), "its counts are not those of its cases"),
+    "another machine": (lambda c: c["environment"].update(cpu="a faster one"), "it was edited: its sha256 is not that"),
+    "another score": (
+        lambda c: c["suite"].update(mutants={"killed": 9, "total": 9}),
+        "it was edited: its sha256 is not that",
+    ),
     "something added": (lambda c: c.update(approved=True), "does not follow report.schema.json: $"),
     "a failure": (lambda c: _restate(c, "failed", 1), " passed, 1 failed, 0 expected"),
     "an expected failure": (lambda c: _restate(c, "expected", 1), "0 failed, 1 expected"),
@@ -250,7 +258,7 @@ def test_the_report_of_a_wrong_adapter_never_verifies(name: str, tmp_path: Path)
     content = report.as_json(adapter, results(adapter), [])
     assert any("it does not conform" in problem for problem in problems(content, tmp_path))
     _restate(content, "passed", len(content["cases"]))
-    assert any("these are not the bytes" in problem for problem in problems(content, tmp_path))
+    assert any("these are not the bytes" in problem for problem in problems(report.sealed(content), tmp_path))
 
 
 def test_what_is_no_report_does_not_verify(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -275,103 +283,25 @@ def test_page_and_badge_say_what_the_report_says(truth: Json) -> None:
     assert "as we say" in report.as_page(content)
 
 
-# ---- as a new user has it: an empty folder, a file of one's own
+# ---- as a new user has it: an empty folder, files of one's own
+
+CONSUMERS = ROOT / "verify" / "consumers"
+Change = tuple[str, str]
 
 
-PYTHON = '''
-"""Pages of one layout, by slices."""
+def written(folder: Path, name: str, *changes: Change) -> None:
+    """An adapter that was copied, and changed."""
+    text = (CONSUMERS / name).read_text()
+    for old, new in changes:
+        assert text.count(old) == 1, old
+        text = text.replace(old, new)
+    (folder / name).write_text(text)
 
-class Mine:
-    versions = {"mine": "0.1"}
-    device = "a machine"
-    expected_failures = "known.txt"
 
-    def capabilities(self, geometry, layout, direction):
-        if layout != "page_first_direct" or direction.endswith("entries"):
-            return "only whole pages in page_first_direct"
-
-    def transfer(self, geometry, layout, direction, host, device, host_indices, device_indices, layers):
-        size, lists = geometry["page_size"], {"host": host_indices.tolist(), "device": device_indices.tolist()}
-        assert len(lists["host"]) == len(lists["device"])
-        for side, indices in lists.items():
-            pages = [i // size for i in indices[::size]]
-            assert indices == [page * size + i for page in pages for i in range(size)]
-            assert all(0 <= page < geometry[side + "_pages"] for page in pages)
-            if (side == "host") == (direction == "backup"):
-                assert len(set(pages)) == len(pages)
-            lists[side] = pages
-        for buffer in geometry["host"]:
-            pages = host[buffer["name"]].reshape(geometry["host_pages"], len(buffer["layers"]), -1)
-            for position, layer in enumerate(buffer["layers"]):
-                if layers is None or layer in layers:
-                    held = buffer["components"], [layer]
-                    (name,) = [b["name"] for b in geometry["device"] if (b["components"], b["layers"]) == held]
-                    rows = device[name].reshape(geometry["device_pages"], -1)
-                    for a, b in zip(lists["host"], lists["device"]):
-                        if direction == "backup":
-                            pages[a, position] = rows[b]
-                        else:
-                            rows[b] = pages[a, position]
-'''
-
-C = """
-#include <stdint.h>
-#include <string.h>
-
-static int bad(const int64_t *at, int64_t n, int64_t size, int64_t pages, int once) {
-    if (n % size) return 1;
-    for (int64_t i = 0; i < n; i++) {
-        if (at[i / size * size] % size || at[i] != at[i / size * size] + i % size) return 2;
-        if (at[i] < 0 || at[i] / size >= pages) return 3;
-        for (int64_t k = 0; once && k < i; k++) if (at[k] == at[i]) return 4;
-    }
-    return 0;
-}
-
-int check(const int64_t *to, int64_t n, int64_t to_pages, const int64_t *from, int64_t m, int64_t from_pages,
-          int64_t size) {
-    return n != m ? 5 : bad(to, n, size, to_pages, 1) + bad(from, n, size, from_pages, 0);
-}
-
-void move(char *to, const int64_t *at, const char *from, const int64_t *origin, int64_t n, int64_t size,
-          int64_t bytes, int64_t pages) {
-    for (int64_t i = 0; i < n && pages; i += size)
-        memcpy(to + at[i] / size * bytes, from + origin[i] / size * bytes, bytes);
-}
-"""
-
-BINDING = '''
-"""layer_first, in C."""
-
-import ctypes, pathlib
-
-LIBRARY = ctypes.CDLL(str(pathlib.Path(__file__).with_name("mover.so")))
-
-def capabilities(geometry, layout, direction):
-    if layout != "layer_first" or direction.endswith("entries"):
-        return "only whole pages in layer_first"
-
-def number(*values):
-    return [ctypes.c_int64(value) for value in values]
-
-def transfer(geometry, layout, direction, host, device, host_indices, device_indices, layers):
-    ends = [(host, host_indices, geometry["host_pages"]), (device, device_indices, geometry["device_pages"])]
-    (_, to, to_pages), (_, origin, pages) = ends if direction == "backup" else ends[::-1]
-    size, n = geometry["page_size"], len(to)
-    at, where = ctypes.c_void_p(to.ctypes.data), ctypes.c_void_p(origin.ctypes.data)
-    if LIBRARY.check(at, *number(n, to_pages), where, *number(len(origin), pages, size)):
-        raise ValueError("no such lists")
-    for buffer in geometry["host"]:
-        each = buffer["bytes"] // len(buffer["layers"])
-        for position, layer in enumerate(buffer["layers"]):
-            if layers is None or layer in layers:
-                address = host[buffer["name"]].ctypes.data + position * each
-                held = buffer["components"], [layer]
-                (name,) = [b["name"] for b in geometry["device"] if (b["components"], b["layers"]) == held]
-                two = [address, device[name].ctypes.data]
-                a, b = map(ctypes.c_void_p, two if direction == "backup" else two[::-1])
-                LIBRARY.move(a, at, b, where, *number(n, size, each // geometry["host_pages"], pages))
-'''
+def compiled(folder: Path, *changes: Change) -> None:
+    written(folder, "mover.c", *changes)
+    written(folder, "pages_in_c.py")
+    subprocess.run(["cc", "-O2", "-shared", "-fPIC", "mover.c", "-o", "mover.so"], cwd=folder, check=True, timeout=60)
 
 
 def command(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -391,74 +321,211 @@ def by_pytest(folder: Path, name: str, marker: str) -> subprocess.CompletedProce
     return command(folder, "-m", "pytest", *options)
 
 
-def written(folder: Path, text: str, *changes: tuple[str, str]) -> str:
-    for old, new in changes:
-        assert text.count(old) == 1, old
-        text = text.replace(old, new)
-    (folder / "known.txt").write_text("# nothing yet\n")
-    return text
+@pytest.mark.parametrize("language", ["python", "c"])
+def test_an_adapter_to_copy_from_passes_and_its_report_verifies(language: str, tmp_path: Path) -> None:
+    name = {"python": "pages", "c": "pages_in_c"}[language]
+    written(tmp_path, "pages.py") if language == "python" else compiled(tmp_path)
+    done = command(tmp_path, "-m", "verify", "--adapter", name, "--report", "out")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "0 failed, 0 expected" in done.stdout
+    checked = command(tmp_path, "-m", "verify", "check-report", "out/report.json")
+    assert checked.returncode == 0, checked.stdout
+    assert "out/report.json: verified, " in checked.stdout
+    assert by_pytest(tmp_path, name, "hostpool_dsa").returncode == 0
 
 
-def test_a_python_adapter_in_a_suite_of_its_own(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text(written(tmp_path, PYTHON))
+# Faults that are none of the simulated ones: in which file, what was changed, and what is said of it.
+LOST, BACKWARDS = "(i + page_size == n && n % 4 ? bytes / page_size : 0)", '[:: -1 if len(buffer["layers"]) > 2 else 1]'
+EACH_PAGE = "for a, b in zip(host_pages, device_pages, strict=True):"
+K_ROWS = 'device[device_name(geometry, buffer, layer).replace("v@", "k@")].reshape(geometry["device_pages"], -1)'
+FOREIGN: dict[str, tuple[str, tuple[Change, ...], tuple[str, ...]]] = {
+    "the last token of a partial chunk of 4 is lost": (
+        "mover.c",
+        (("from_list[i] / page_size * bytes, bytes);", f"from_list[i] / page_size * bytes, bytes - {LOST});"),),
+        (
+            "mha-tiny/layer_first/backup/scattered: host buffer k, byte 80 (of k layer 0 page 2 token 1 head 0 byte 0)"
+            ": expected k layer 0 page 3 token 1 head 0 byte 0, found poison (nothing was written); 32 of 384 bytes",
+            "All of them have a number of indices in the list that is no multiple of 4; so have none of the ",
+        ),
+    ),
+    "layers come in reverse where there are more than two": (
+        "pages.py",
+        (('enumerate(buffer["layers"])', f'enumerate(buffer["layers"]{BACKWARDS})'),),
+        (
+            "mha-odd/page_first_direct/load/scattered: device buffer k@0, byte 84 (of k layer 0 page 1 token 0 head 0 "
+            "byte 0): expected k layer 0 page 4 token 0 head 0 byte 0, found k layer 2 page 4 token 0 head 0 byte 0; ",
+            "The first wrong word, against the right one: another layer (",
+            "All of them have 3 or more layers; so have ",
+        ),
+    ),
+    "V is read at the place of K for the page behind the 64th": (
+        "pages.py",
+        (
+            (EACH_PAGE, "for i, (a, b) in enumerate(zip(host_pages, device_pages)):"),
+            ("rows[a, position] = device_rows[b]", "rows[a, position] = device_rows[b] if i != 64 else k_rows[b]"),
+            ("device_rows = ", f"k_rows = {K_ROWS}\n            device_rows = "),
+        ),
+        (
+            "mha-many/page_first_direct/backup/65-scattered: host buffer v, byte 1760 (of v layer 0 page 55 token 0 "
+            "head 0 byte 0): expected v layer 0 page 60 token 0 head 0 byte 0, found k layer 0 page 60 token 0 head 0 ",
+            "All of them have 65 or more pages in the list; so have ",
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FOREIGN)
+def test_a_fault_that_nobody_foresaw_is_decoded_and_narrowed_down(fault: str, tmp_path: Path) -> None:
+    """Written elsewhere, in Python and in C. Their reports never verify, whatever is done to them by hand."""
+    file, changes, said = FOREIGN[fault]
+    name = "pages_in_c" if file == "mover.c" else "pages"
+    compiled(tmp_path, *changes) if file == "mover.c" else written(tmp_path, file, *changes)
+    done = command(tmp_path, "-m", "verify", "adapter", name, "--out", "out")
+    assert done.returncode == 1, done.stdout + done.stderr
+    for sentence in said:
+        assert sentence in done.stdout
+    assert "no known fault shows in exactly these" in done.stdout
+    assert command(tmp_path, "-m", "verify", "check-report", "out/report.json").returncode == 1
+    for forge in (_all_is_well, _nothing_failed, _digests_made_up):
+        content = json.loads((tmp_path / "out" / "report.json").read_text())
+        forge(content)
+        content["counts"] = report.tally(case["status"] for case in content["cases"])
+        assert "it was edited: its sha256 is not that of its content" in problems(content, tmp_path)
+        assert problems(report.sealed(content), tmp_path) != []
+
+
+def _all_is_well(content: Json) -> None:
+    for case in content["cases"]:
+        if case["status"] == "failed":
+            case.update(status="passed")
+
+
+def _nothing_failed(content: Json) -> None:
+    content["cases"] = [case for case in content["cases"] if case["status"] != "failed"]
+
+
+def _digests_made_up(content: Json) -> None:
+    good = next(case["sha256"] for case in content["cases"] if case["status"] == "passed")
+    for case in content["cases"]:
+        if case["status"] == "failed":
+            case.update(status="passed", sha256=good)
+
+
+@pytest.mark.parametrize(
+    ("change", "flag"),
+    [
+        (("from_list[i] / page_size * bytes, bytes)", "(from_list[0] + i) / page_size * bytes, bytes)"), "FirstSource"),
+        (("i < n; i += page_size)", "i < n - page_size; i += page_size)"), "LastOneLost"),
+    ],
+)
+def test_a_known_fault_in_c_is_named(change: Change, flag: str, tmp_path: Path) -> None:
+    compiled(tmp_path, change)
+    done = command(tmp_path, "-m", "verify", "adapter", "pages_in_c", "--family", "k_only", "mla")
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert re.search(rf"{flag}\w*, which shows in these and in no others: ", done.stdout)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (
+            ("if (list[i] < 0 || list[i] / page_size >= pages) return 3;", ""),
+            "beyond-32-bits: the process died (SIGSEGV)",
+        ),
+        (("if (n != m) return 5;", ""), "was not refused, though it must be: unequal lengths"),
+    ],
+)
+def test_an_unchecked_list_in_c_is_a_failed_case_and_not_the_end(change: Change, said: str, tmp_path: Path) -> None:
+    compiled(tmp_path, change)
+    done = command(tmp_path, "-m", "verify", "adapter", "pages_in_c", "--family", "k_only", "--out", "out")
+    assert done.returncode == 1, done.stdout + done.stderr
+    content = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert any(said in case["message"] for case in content["cases"] if case["status"] == "failed")
+
+
+def test_an_adapter_in_a_suite_of_its_own(tmp_path: Path) -> None:
+    written(tmp_path, "pages.py", ('versions = {"pages": "1.0"}', 'versions, device = {"pages": "1.0"}, "a machine"'))
     (tmp_path / "test_mine.py").write_text("def test_mine(): pass\n")
-    done = by_pytest(tmp_path, "mine:Mine", "hostpool_mla or hostpool_mamba or not hostpool")
+    done = by_pytest(tmp_path, "pages", "hostpool_mla or hostpool_mamba or not hostpool")
     assert done.returncode == 0, done.stdout
-    assert "host pools: adapter mine:Mine, mine 0.1, a machine, vectors 1 (" in done.stdout
+    assert "host pools: adapter pages, pages 1.0, a machine, vectors 1 (" in done.stdout
     number = sum(len(g.tests) for g in suite.groups(["mla", "mamba"]))
     moved = sum(len(g.tests) for g in suite.groups(["mla", "mamba"]) if g.geometry["layout"] == "page_first_direct")
     refused = sum(t.get("reason") == "layout" for g in suite.groups(["mla", "mamba"]) for t in g.tests)
     assert f"{moved + refused + 1} passed, {number - moved - refused} skipped" in done.stdout
 
 
-def test_a_wrong_python_adapter_in_a_suite_of_its_own(tmp_path: Path) -> None:
-    swapped = ("rows = device[name]", "rows = device[name.replace('@0', '@1')]")
-    (tmp_path / "mine.py").write_text(written(tmp_path, PYTHON, swapped))
-    (tmp_path / "known.txt").write_text("mha-odd/*  an odd pool\nmha-tiny/page_first/*  passes, or is not offered\n")
-    done = by_pytest(tmp_path, "mine:Mine", "hostpool_mha and not hostpool_page_first_kv_split")
+def test_a_wrong_adapter_in_a_suite_of_its_own(tmp_path: Path) -> None:
+    known = ('versions = {"pages": "1.0"}', 'expected_failures = "known.txt"')
+    written(tmp_path, "pages.py", known, ('enumerate(buffer["layers"])', 'enumerate(buffer["layers"][::-1])'))
+    (tmp_path / "known.txt").write_text(
+        "mha-odd/*  an odd pool\nmha-tiny/page_first/*  is not offered\nmha-*/no-parts  passes\n"
+    )
+    done = by_pytest(tmp_path, "pages", "hostpool_mha")
     assert done.returncode == 1
     place = "k layer 0 page 0 token 0 head 0 byte 0"
     assert f"mha-tiny/page_first_direct/backup/scattered: host buffer k, byte 0 (of {place}): expected k" in done.stdout
     assert "found k layer 1 page 6 token 0 head 0 byte 0" in done.stdout
     assert "xfailed" in done.stdout
-    assert "LayersSwapped" in done.stdout
-    assert "stale: mha-tiny/page_first/*" in done.stdout
+    assert "another layer (" in done.stdout
+    assert done.stdout.count("stale: ") == 1
+    assert "stale: mha-*/no-parts: passes, but was expected to fail: passes" in done.stdout
     assert "Traceback" not in done.stdout
 
 
-def compiled(folder: Path, *changes: tuple[str, str]) -> None:
-    (folder / "mover.c").write_text(written(folder, C, *changes))
-    subprocess.run(["cc", "-O2", "-shared", "-fPIC", "mover.c", "-o", "mover.so"], cwd=folder, check=True, timeout=60)
-    (folder / "binding.py").write_text(BINDING)
+# ---- without Python
 
 
-def test_an_adapter_in_c(tmp_path: Path) -> None:
-    compiled(tmp_path)
-    done = command(tmp_path, "-m", "verify", "adapter", "binding", "--out", "out")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "0 failed, 0 expected" in done.stdout
-    assert command(tmp_path, "-m", "verify", "check-report", "out/report.json").returncode == 0
-    assert by_pytest(tmp_path, "binding", "hostpool_dsa").returncode == 0
+def consumed(folder: Path, *changes: Change) -> subprocess.CompletedProcess[str]:
+    """The consumer in C with a mover of one's own, over all vectors."""
+    written(folder, "my_move.c", *changes)
+    written(folder, "check_vectors.c")
+    options = ["-std=c99", "-O2", "-Wall", "-Wextra", "-Werror", '-DMOVER="my_move.c"']
+    subprocess.run(["cc", *options, "check_vectors.c", "-o", "check"], cwd=folder, check=True, timeout=60)
+    files = sorted(map(str, suite.FOLDER.glob("*.txt")))
+    return subprocess.run(["./check", *files], cwd=folder, capture_output=True, text=True, timeout=60)
+
+
+def test_a_mover_in_c_is_checked_without_python(tmp_path: Path) -> None:
+    done = consumed(tmp_path)
+    offered = [t for g in suite.groups() if g.geometry["layout"] == "page_first_direct" for t in g.tests]
+    skipped = suite.manifest()["cases"] - sum(not t["direction"].endswith("entries") for t in offered)
+    assert done.returncode == 0, done.stdout
+    assert done.stdout == f"{suite.manifest()['cases']} cases checked, 0 wrong, {skipped} unsupported\n"
 
 
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (("origin[i] / size * bytes", "(origin[0] + i) / size % pages * bytes"), "FirstSourceRunsOn, which shows in"),
-        (("i < n && pages", "i < n - size && pages"), "LastOneLost, which shows in these and in no others"),
-        (("at[i] < 0 || at[i] / size >= pages", "0"), "beyond-32-bits: the process died (SIGSEGV)"),
-        (("n != m ? 5 : ", ""), "LengthsUnchecked"),
+        (
+            ("+ at * each;", "+ (layers > 2 ? layers - 1 - at : at) * each;"),
+            "mha-odd/page_first_direct/load/scattered: device buffer 0, byte 84: expected component 0 layer 0 page 4 "
+            "token 0 head 0 byte 0, found component 0 layer 2 page 4 token 0 head 0 byte 0\n",
+        ),
+        (
+            ("memcpy(host, device, each)", "memcpy(host, device, each / 16 * 16)"),
+            "asymmetric-odd/page_first_direct/backup/scattered: host buffer 0, byte 128: expected component 0 layer 0 "
+            "page 6 token 3 head 2 byte 0, found poison (nothing was written)\n",
+        ),
+        (
+            ("memcpy(device, host, each)", "memcpy(device, host, each), *host ^= 1"),
+            "mha-tiny/page_first_direct/load/scattered: host buffer 0, byte 0: expected component 0 layer 0 page ",
+        ),
+        (
+            ("if (reason) return reason;", "if (reason && reason != WRITTEN_TWICE) return reason;"),
+            "mha-tiny/page_first_direct/backup/destination-twice: was not refused, though it must be; ",
+        ),
+        (
+            ("if (reason) return reason;", "if (reason || t->layers.n > 1) return 1;"),
+            "mha-odd/page_first_direct/load/two-layers: was refused; \n",
+        ),
+        (("if (reason) return reason;", "if (reason) abort();"), "/device-longer: died of signal 6\n"),
     ],
 )
-def test_a_wrong_adapter_in_c(change: tuple[str, str], said: str, tmp_path: Path) -> None:
-    compiled(tmp_path, change)
-    done = command(tmp_path, "-m", "verify", "adapter", "binding", "--family", "k_only", "mla", "--out", "out")
-    assert done.returncode == 1, done.stdout + done.stderr
-    content = json.loads((tmp_path / "out" / "report.json").read_text())
-    assert any(said in line for line in [*content["diagnosis"], *(case["message"] for case in content["cases"])])
-    assert {case["status"] for case in content["cases"] if "the process died" in case["message"]} <= {"failed"}
-    assert "layer_first/" in done.stdout
-    assert command(tmp_path, "-m", "verify", "check-report", "out/report.json").returncode == 1
+def test_a_wrong_mover_in_c_is_told_where_and_what(change: Change, said: str, tmp_path: Path) -> None:
+    done = consumed(tmp_path, change)
+    assert done.returncode == 1, done.stdout
+    assert said in done.stdout
 
 
 # ---- the command line
@@ -481,16 +548,112 @@ def test_adapters_are_named_or_come_from_the_environment(
     monkeypatch.setenv(protocol.VARIABLE, "null")
     assert cli.main(["adapter", *tiny]) == 1
     assert cli.main(["adapter", "--adapter", "numpy", *tiny, "--out", str(tmp_path)]) == 0
-    assert {file.name for file in tmp_path.iterdir()} == {"report.json", "index.html", "badge.svg"}
+    assert {file.name for file in tmp_path.iterdir()} == {"report.json", "conformance.html", "badge.svg"}
     assert any("cases are missing" in problem for problem in report.problems(tmp_path / "report.json"))
 
 
-def test_the_suite_needs_numpy_alone() -> None:
+def test_the_reference_reports_on_itself_where_no_adapter_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def reported() -> str:
+        assert cli.main(["--report", str(tmp_path), "--family", "custom"]) == 0
+        return json.loads((tmp_path / "report.json").read_text())["adapter"]["name"]
+
+    monkeypatch.delenv(protocol.VARIABLE, raising=False)
+    assert reported() == "ours-torch"
+    monkeypatch.setenv(protocol.VARIABLE, "numpy")
+    assert reported() == "numpy"
+
+
+def test_one_failure_of_each_pool_layout_and_direction_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["adapter", "null", "--family", "custom"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    shown = [line.split(": ")[0].rsplit("/", 1)[0] for line in lines if line.startswith("custom-")]
+    assert len(shown) == len(set(shown)) > 4
+    failing = sum(test["result"] != "unspecified" or test["host_pages"] != [] for _, test in of_family("custom"))
+    assert f"… and {failing - len(shown)} more; --out FOLDER writes down all of them" in lines
+
+
+def of_family(name: str) -> list[tuple[suite.Group, Json]]:
+    return [(group, test) for group in suite.groups([name]) for test in group.tests]
+
+
+def test_whoever_offers_nothing_has_shown_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "mine.py").write_text("def capabilities(*_): return 'not installed'\ndef transfer(*_): raise OSError\n")
+    done = command(tmp_path, "-m", "verify", "adapter", "mine", "--out", "out")
+    assert done.returncode == 1
+    assert "nothing was moved, so nothing is shown" in done.stdout
+    assert "#a33" in (tmp_path / "out" / "badge.svg").read_text()
+    assert "it does not conform: " in "".join(report.problems(tmp_path / "out" / "report.json"))
+
+
+def test_what_passing_cases_have_too_explains_nothing() -> None:
+    found = results(protocol.load("null"), ("page_head",))
+    assert [*diagnosis.apart_from(found, found)] == []
+    assert [*diagnosis.apart_from(found, [])] == []
+
+
+# ---- the mutation score
+
+
+def test_a_report_has_the_mutation_score_of_these_very_sources_or_says_that_there_is_none(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def reported() -> Json:
+        return report.as_json(adapter, found, [])
+
+    monkeypatch.setattr(score, "FILE", tmp_path / "mutants.json")
+    adapter, found = protocol.load("numpy"), results(protocol.load("numpy"), ("page_head",))
+    sources = reported()["suite"]["sources"]
+    assert reported()["suite"]["mutants"] is None
+    assert "mutation score not measured for these sources" in report.as_page(reported())
+    score.keep(7, 8, "0" * 64)
+    assert reported()["suite"]["mutants"] is None
+    score.keep(7, 8, sources)
+    assert reported()["suite"]["mutants"] == {"killed": 7, "total": 8}
+    assert "mutation score 7 of 8" in report.as_page(reported())
+    score.FILE.write_text("{}")
+    assert reported()["suite"]["mutants"] is None
+
+
+def test_sources_are_names_and_contents_of_what_mutants_are_made_of(tmp_path: Path) -> None:
+    (tmp_path / "verify" / "__pycache__").mkdir(parents=True)
+    (tmp_path / "refimpl").mkdir()
+    seen = [score.sources(tmp_path)]
+    for name, text in ("verify/a.py", "1"), ("verify/b.py", "1"), ("refimpl/a.py", "1"), ("verify/b.py", "2"):
+        (tmp_path / name).write_text(text)
+        seen.append(score.sources(tmp_path))
+    (tmp_path / "verify/b.py").rename(tmp_path / "verify/c.py")
+    seen.append(score.sources(tmp_path))
+    assert len(set(seen)) == len(seen)
+    (tmp_path / "verify/__pycache__/a.pyc").write_text("3")
+    (tmp_path / "notes.txt").write_text("4")
+    assert score.sources(tmp_path) == seen[-1]
+
+
+def test_only_a_run_over_all_mutants_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(score, "FILE", tmp_path / "mutants.json")
+    monkeypatch.setattr(mutants, "CONTROL", ("verify/test_fill.py",))
+    monkeypatch.setattr(score, "PACKAGES", ())  # somebody may edit them meanwhile
+    monkeypatch.setattr(score, "DATA", ())
+    one = mutants.Mutant(
+        "nobody sees a wrong word", "verify/fill.py", "POISON = 0xFF", "POISON = 0x01", ("verify/test_fill.py",)
+    )
+    monkeypatch.setattr(mutants, "table", lambda: [one, replace(one, fault="the same again")])
+    assert mutants.main(["--only", "again", "--jobs", "1"]) == 0
+    assert not score.FILE.exists()
+    assert mutants.main(["--jobs", "1"]) == 0
+    assert score.kept(score.sources()) == {"killed": 2, "total": 2}
+
+
+def test_the_suite_needs_numpy_alone(tmp_path: Path) -> None:
     """Whoever checks a library in C has no torch."""
     code = """
         import sys
-        for name in ("torch", "numba", "tqdm", "psutil"): sys.modules[name] = None
+        for name in ("torch", "numba", "tqdm", "psutil", "jsonschema"): sys.modules[name] = None
         from verify import cli
-        sys.exit(cli.main(["adapter", "numpy", "--family", "custom"]))
+        assert cli.main(["adapter", "numpy", "--family", "custom", "--out", "."]) == 0
+        sys.exit(cli.main(["check-report", "report.json"]))
     """
-    assert command(ROOT, "-c", textwrap.dedent(code)).returncode == 0
+    done = command(tmp_path, "-c", textwrap.dedent(code))
+    assert (done.returncode, done.stderr) == (2, "a report is checked with jsonschema, which is not installed\n")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from functools import cache
 
@@ -14,7 +13,7 @@ from verify import cli
 from verify.audit import costs, rules
 from verify.audit.costs import STANDS_FOR, Cell, Row
 from verify.audit.rules import H200, Device
-from verify.bench.gpu import cases, results
+from verify.bench.gpu import cases, here, results
 
 BYTE = torch.uint8
 AMPERE = Device("an older one", (8, 0))
@@ -197,7 +196,7 @@ def test_flexkv_has_the_layouts_that_the_dictionary_says() -> None:
 
 @cache
 def committed() -> list[Row]:
-    return costs.rows(json.loads(costs.RESULTS.read_text()), results.sglang())
+    return costs.rows(here.shown("bench", "committed")[1], results.sglang())
 
 
 def test_the_committed_results_are_audited_for_every_engine() -> None:

@@ -18,8 +18,8 @@ from refimpl.backends.torch_backend import TorchBackend
 from refimpl.indices import Items
 from refimpl.plan import Plan
 from refimpl.receipt import Receipt
+from verify.arguments import nbytes
 from verify.bench import measure, report, results
-from verify.bench.options import nbytes
 from verify.bench.results import SCHEMA
 from verify.toys import TOYS
 

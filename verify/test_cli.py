@@ -12,8 +12,8 @@ import torch
 
 from refimpl import LAYOUTS, presets
 from refimpl.support import BACKENDS
-from verify import cli, matrix, notebooks, report
-from verify.bench.gpu import here, recommend
+from verify import cli, matrix, notebooks, report, run
+from verify.bench.gpu import cases, here, recommend
 from verify.toys import TOYS
 
 
@@ -68,16 +68,17 @@ def test_run_advises_for_this_device_or_for_the_committed_one(
 
     def measure(path: Path, *rest: object) -> None:
         asked.append(rest)
-        path.write_text(here.COMMITTED.read_text())
+        path.write_text(here.committed("bench").read_text())
 
     monkeypatch.setattr("torch.cuda.is_available", lambda: gpu)
-    monkeypatch.setattr(here, "measure", measure)
+    monkeypatch.setattr(here, "measure_bench", measure)
     options = ["--model", "llama-3.1-8b", "--page-size", "64", "--pages", "1", "--seconds", "0", "--budget", "9"]
+    options += ["--layouts", "page_first"]
     assert cli.main(["run", *options, "--out", str(tmp_path), "--notebooks"]) == 0
-    assert asked == ([(("llama-3.1-8b",), 64, here.PAYLOAD, LAYOUTS, 9)] if gpu else [])
+    assert asked == ([(("llama-3.1-8b",), 64, cases.PAYLOAD, ("page_first",), 9)] if gpu else [])
     index = (tmp_path / "index.html").read_text()
-    content = json.loads(here.COMMITTED.read_text())
-    rows = recommend.rows_of(content, "llama-3.1-8b")
+    content = json.loads(here.committed("bench").read_text())
+    rows = recommend.rows_of(content, "llama-3.1-8b", layouts=("page_first",))
     for text in (index, capsys.readouterr().out):
         assert ("this machine: NVIDIA" in text) == gpu
         assert ("committed results, data/results/h200/bench.json: NVIDIA H200" in text) == (not gpu)
@@ -98,7 +99,7 @@ def test_run_advises_for_this_device_or_for_the_committed_one(
 def test_notebooks_get_the_parameters_that_were_asked_for(
     arguments: list[str], parameters: dict[str, str], tmp_path: Path
 ) -> None:
-    found = cli._for_notebooks(cli._parser().parse_args(["run", *arguments]), tmp_path)
+    found = run.for_notebooks(run.parser().parse_args(arguments), tmp_path)
     assert found == parameters | {"RESULTS": str(tmp_path)}
     assert found.keys() <= notebooks.PARAMETERS.keys()
 

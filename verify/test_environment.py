@@ -9,7 +9,7 @@ import yaml
 from verify.environment import ROOT, missing, requirements, split
 
 # The extras for CUDA 12 have no counterpart: conda chooses builds by cuda-version.
-EXTRAS = ("notebooks", "dev", "nvrtc", "gpu")
+EXTRAS = ("notebooks", "dev", "browser", "nvrtc", "gpu")
 CONDA_NAMES = {
     "torch": "pytorch-gpu",
     "matplotlib": "matplotlib-base",
@@ -45,7 +45,7 @@ def test_conda_and_pip_ask_for_the_same_python():
 def test_every_direct_dependency_is_pinned():
     pinned = dict(map(split, re.findall(r"^[^#\n]+", (ROOT / "constraints.txt").read_text(), re.M)))
     torch_pins = {"cuda-bindings", "nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12"}
-    wanted = set(requirements("notebooks", "dev", "gpu", "gpu12", "nvrtc", "nvrtc12")) - torch_pins
+    wanted = set(requirements("notebooks", "dev", "browser", "gpu", "gpu12", "nvrtc", "nvrtc12")) - torch_pins
     assert {name for name in wanted if not pinned.get(name, "").startswith("==")} == set()
     assert pinned["torch"] == "==2.13.0"
 

@@ -3,66 +3,69 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import pytest
 
-from verify import cli, fill, findings
-from verify.findings import FILE, FINDINGS, Finding
+from verify import cli, fill
+from verify.findings import command, flexkv, kvbm, sglang_dispatch, sglang_tests, vllm
+from verify.findings.command import FILE, FINDINGS
+from verify.findings.finding import Finding
+
+found = cache(lambda name: FINDINGS[name]())
 
 
 def test_the_file_is_what_the_findings_say_now() -> None:
-    assert FILE.read_text("utf-8") == findings.as_file(), "python -m verify findings --write"
+    now = command.as_file({name: found(name) for name in FINDINGS})
+    assert FILE.read_text("utf-8") == now, "python -m verify findings --write"
 
 
 @pytest.mark.parametrize("name", FINDINGS)
 def test_every_claim_holds(name: str) -> None:
-    finding = FINDINGS[name]()
-    assert finding.confirmed, finding.evidence
+    assert found(name).confirmed, found(name).evidence
 
 
 def with_names_of_places() -> Finding:
-    return findings.sglang_layers_alike(fill.fill_device)
+    return sglang_tests.layers_alike(fill.fill_device)
 
 
 def with_every_block_compared() -> Finding:
-    return findings.vllm_store_unseen(compared=findings.VLLM_CPU_BLOCKS)
+    return vllm.store_unseen(compared=vllm.CPU_BLOCKS)
 
 
 def with_other_blocks_drawn() -> Finding:
     """A seed with which some of the blocks that are written are among those compared."""
-    return findings.vllm_store_unseen(seed=1)
+    return vllm.store_unseen(seed=1)
 
 
 def with_k_and_v_apart() -> Finding:
-    return findings.kvbm_fill_aliases(
-        lambda block, layer, outer: findings.kvbm_fill(block, layer, outer) + b"kv"[outer:]
-    )
+    return kvbm.fill_aliases(lambda block, layer, outer: kvbm.sequential(block, layer, outer) + b"kv"[outer:])
 
 
 def with_rows_numbered() -> Finding:
-    return findings.flexkv_fill_aliases(lambda layer, block, token: (layer << 20) + (block << 8) + token)
+    return flexkv.fill_aliases(lambda layer, block, token: (layer << 20) + (block << 8) + token)
 
 
 def figures(**changed: float) -> Sequence[dict[str, Any]]:
     """SGLang's, but for the fractions of these paths."""
-    return [{**f, "fraction": changed.get(str(f["path"]), f["fraction"])} for f in findings.sglang_figures()]
+    return [{**f, "fraction": changed.get(str(f["path"]), f["fraction"])} for f in sglang_dispatch.measured()]
 
 
 def with_a_fast_staged_path() -> Finding:
-    return findings.sglang_staged_at_page_one(figures(staged=0.95))
+    return sglang_dispatch.staged_at_page_one(figures(staged=0.95))
 
 
 def with_another_path_chosen() -> Finding:
-    return findings.sglang_staged_at_page_one([f | {"chosen": f["path"] == "AOT"} for f in figures()])
+    return sglang_dispatch.staged_at_page_one([f | {"chosen": f["path"] == "AOT"} for f in figures()])
 
 
 def with_fast_operators() -> Finding:
-    return findings.sglang_loads_of_page_rows(figures(AOT=0.9))
+    return sglang_dispatch.loads_of_page_rows(figures(AOT=0.9))
 
 
 def with_slow_bulk_copies() -> Finding:
-    return findings.sglang_loads_of_page_rows(figures(TMA=0.6))
+    return sglang_dispatch.loads_of_page_rows(figures(TMA=0.6))
 
 
 @pytest.mark.parametrize(
@@ -83,7 +86,7 @@ def with_slow_bulk_copies() -> Finding:
 def test_a_claim_that_does_not_hold_is_refuted(otherwise: Callable[[], Finding]) -> None:
     finding = otherwise()
     assert not finding.confirmed
-    assert "**Refuted.**" in findings.as_markdown("name", finding)
+    assert "**Refuted.**" in command.as_markdown("name", finding)
 
 
 def test_the_command_prints_one_finding(capsys: pytest.CaptureFixture[str]) -> None:

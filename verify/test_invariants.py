@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from inspect import isfunction
 
 import pytest
 import torch
 
 from refimpl.invariants import OWNED, RULES, Others, require_invariants
-from refimpl.radix import Node, Ticket
+from refimpl.radix import Node, PrefixCache, Ticket
+from verify.checked import CALLS
 from verify.serving import Serving
 from verify.test_radix import P, pages, saved, word
 
@@ -278,6 +280,17 @@ def test_what_is_broken_is_named(name: str, scene: Scene) -> None:
 
 def test_every_rule_is_broken_by_something() -> None:
     assert {rule for rule, _, _ in BREAKS.values()} == {*RULES, OWNED}
+
+
+def test_a_checked_tree_tells_what_is_broken_with_the_next_call(scene: Scene) -> None:
+    the_root_is_in_use(scene)
+    with pytest.raises(AssertionError, match=LINKS):
+        scene.server.cache.match([])
+
+
+def test_every_call_of_a_tree_is_checked() -> None:
+    calls = {name for name, member in vars(PrefixCache).items() if isfunction(member) and name[0] != "_"}
+    assert calls == {*CALLS}
 
 
 def test_the_node_is_shown(scene: Scene) -> None:

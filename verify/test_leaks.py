@@ -77,7 +77,7 @@ class Traffic:
         for _ in range(SETS):
             self.there_and_back(1)
         self.failing = failing
-        if self.stack.platform == "cuda":
+        if self.stack.platform.startswith("cuda"):
             torch.cuda.synchronize()
             runtime(self.stack.platform).upload(np.zeros(1))  # lists on their way to the device have their own events
 

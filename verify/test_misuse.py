@@ -563,7 +563,7 @@ class Stubborn:
             raise RuntimeError("no such registration")
         self.live[self.live.index(address)] = 0
 
-    def device_address(self, address: int) -> int:
+    def device_address(self, address: int, device: str) -> int:
         return address
 
 
@@ -628,7 +628,7 @@ def test_a_pool_is_closed_also_when_a_registration_cannot_be_undone() -> None:
         def unregister(self, address: int) -> None:
             raise RuntimeError("the driver is gone")
 
-        def device_address(self, address: int) -> int:
+        def device_address(self, address: int, device: str) -> int:
             return address
 
     budget = Budget(10**9)

@@ -263,7 +263,7 @@ def headings(nb: NotebookNode) -> list[str]:
 
 def test_readers_with_and_without_a_gpu_get_the_same_text_and_tables(tmp_path: Path):
     """Another device's results, and the committed ones: other figures, the same article."""
-    other = json.loads(here.COMMITTED.read_text())
+    other = json.loads(here.committed("bench").read_text())
     for session in other["sessions"]:
         session["provenance"]["gpu"]["name"] = "NVIDIA Toy"
     for row in other["rows"]:

@@ -385,7 +385,7 @@ class Elsewhere(HostMemory):
     def unregister(self, address: int) -> None:
         pass
 
-    def device_address(self, address: int) -> int:
+    def device_address(self, address: int, device: str) -> int:
         number = next(i for i, (begin, nbytes) in enumerate(self.registered) if begin <= address < begin + nbytes)
         return self.there.data_ptr() + address - self.own.data_ptr() + self.step * number
 
@@ -406,7 +406,7 @@ class Elsewhere(HostMemory):
 
     def _aliases(self) -> Iterator[tuple[int, int]]:
         for address, nbytes in self.registered:
-            yield self.device_address(address) - self.there.data_ptr(), nbytes
+            yield self.device_address(address, "") - self.there.data_ptr(), nbytes
 
 
 class Unreachable:
@@ -418,7 +418,7 @@ class Unreachable:
     def unregister(self, address: int) -> None:
         pass
 
-    def device_address(self, address: int) -> None:
+    def device_address(self, address: int, device: str) -> None:
         return None
 
 
@@ -709,7 +709,7 @@ class Watching:
     def unregister(self, address: int) -> None:
         self.seen.append(bool((self.page == 0).all()))
 
-    def device_address(self, address: int) -> int:
+    def device_address(self, address: int, device: str) -> int:
         return address
 
 
@@ -828,7 +828,7 @@ class Watching:
     page = torch.zeros(1)
     def register(self, address, nbytes): pass
     def unregister(self, address): print("copied" if bool((self.page == 0).all()) else "not copied")
-    def device_address(self, address): return address
+    def device_address(self, address, device): return address
 spec, registrar = presets.mha(2, 2, 8, torch.uint8, 4), Watching()
 host = HostPool(spec, "page_first", 3, {backend!r}, memory=HostMemory(registrar), platform="emulated")
 host.kv_buffer.fill_(7)

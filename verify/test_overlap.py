@@ -8,6 +8,7 @@ import math
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +24,14 @@ from refimpl.plan import Plan
 from refimpl.receipt import Receipt
 from refimpl.support import DIRECTIONS
 from verify.arena import Arena
-from verify.bench.gpu import overlap
-from verify.bench.gpu import overlap_report as report
+from verify.bench.gpu import here
 from verify.bench.gpu.clock import clock
-from verify.bench.gpu.overlap_cases import TOYS, WORKLOADS, Workload
-from verify.bench.gpu.overlap_layers import Rows, layers
-from verify.bench.gpu.overlap_model import Pace, break_even, finishes
-from verify.bench.gpu.overlap_record import Sample, Timeline
+from verify.bench.gpu.overlap import __main__ as program
+from verify.bench.gpu.overlap import measure, report
+from verify.bench.gpu.overlap.cases import TOYS, WORKLOADS, Workload
+from verify.bench.gpu.overlap.layers import Rows, layers
+from verify.bench.gpu.overlap.pipeline import Pace, break_even, finishes
+from verify.bench.gpu.overlap.record import Sample, Timeline
 
 SIZES = (2000, 4000)
 GIB = 1 << 30
@@ -40,8 +42,8 @@ TIMELINES = ("loading", "layerwise", "all_first")
 def measured(
     workloads: Sequence[Workload] = TOYS["cpu"], platform: str = "cpu", seconds: float = 100
 ) -> dict[str, Any]:
-    *_, content = overlap.run(platform, workloads, seconds=seconds, sizes=SIZES)
-    jsonschema.validate(content, json.loads(overlap.SCHEMA.read_text()))
+    *_, content = program.run(platform, workloads, seconds=seconds, sizes=SIZES)
+    jsonschema.validate(content, json.loads(program.SCHEMA.read_text()))
     return content
 
 
@@ -147,7 +149,7 @@ def test_every_figure_follows_from_the_samples(content: dict[str, Any]) -> None:
         assert len(found) == (4 if cell["status"] == "measured" else 1)
         for timeline in found:
             samples = timeline["timing"]["samples_s"]
-            assert overlap.SAMPLES[0] <= len(samples) <= overlap.SAMPLES[1]
+            assert measure.SAMPLES[0] <= len(samples) <= measure.SAMPLES[1]
             assert timeline["timing"]["median_s"] == statistics.median(samples)
             assert 0 <= timeline["submitted_s"] <= max(samples)
             assert len(timeline["begun_s"]) == len(timeline["finished_s"]) == row["layers"]
@@ -186,7 +188,7 @@ def test_the_gpu_backends_load_for_an_emulated_device() -> None:
 # ---- what must not be timed
 
 
-class Scripted(overlap.Bench):
+class Scripted(measure.Bench):
     """Its pulses are those that a test wants."""
 
     def script(self, *pulses: float) -> None:
@@ -315,9 +317,9 @@ def test_the_curve_is_that_of_the_prediction() -> None:
 
 @pytest.mark.xfail(strict=True, reason="the run on an H200 is still to be made that has the time for every model")
 def test_committed_results_are_whole() -> None:
-    path, found = report.shown("committed")
-    jsonschema.validate(found, json.loads(overlap.SCHEMA.read_text()))
-    assert found["provenance"]["gpu"]["name"] in report.label(path, found)
+    path, found = here.shown("overlap", "committed")
+    jsonschema.validate(found, json.loads(program.SCHEMA.read_text()))
+    assert found["provenance"]["gpu"]["name"] in here.label(path, found)
     statuses = {cell["status"] for _, cell in cells(found)} | {done["status"] for done in found["recompute"]}
     assert statuses == {"measured"}
     assert {row["model"] for row in found["rows"]} == {workload.model for workload in WORKLOADS}
@@ -327,11 +329,14 @@ def test_committed_results_are_whole() -> None:
 # ---- the program
 
 
-def test_the_program_writes_a_file_and_a_line_for_each_cell(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_program_writes_a_file_and_a_line_for_each_cell(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(program, "run", partial(program.run, sizes=SIZES))
     path = tmp_path / "new" / "overlap.json"
-    assert overlap.main(["--platform", "cpu", "--out", str(path), "--seconds", "0"]) == 0
+    assert program.main(["--platform", "cpu", "--out", str(path), "--seconds", "0"]) == 0
     found = json.loads(path.read_text())
-    jsonschema.validate(found, json.loads(overlap.SCHEMA.read_text()))
+    jsonschema.validate(found, json.loads(program.SCHEMA.read_text()))
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == len(list(cells(found))) + len(found["recompute"])
     assert lines[0] == "toy GQA, 16 + 4 tokens, layer_first, torch: the time was up"

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from refimpl.invariants import require_invariants
 from refimpl.pool_group import PoolTransfer
 from refimpl.radix import Match, Node, PrefixCache, Ticket
 from verify.serving import SIDES, Serving
@@ -897,14 +898,17 @@ def test_a_tree_is_cleared_and_all_slots_are_free_once_nothing_is_under_way(
 
 
 def test_a_chain_of_nodes_may_be_longer_than_calls_can_be_nested(make: Make) -> None:
+    """The rules are asked for once: after every call, they would walk over the chain a thousand times."""
     server = make(page_size=1, device_pages=1300)
+    cache = PrefixCache(server.controller)
     slots = server.stack.device_slots["kv"].alloc(1200)
     assert slots is not None
-    server.cache.insert(range(1200), {"kv": slots})
+    cache.insert(range(1200), {"kv": slots})
     for length in range(1199, 0, -1):
-        server.cache.match(range(length))
-    match = server.cache.match(range(1200))
-    assert len(match.nodes) == sum(1 for node in server.cache.root.subtree() if node.parent) == 1200
-    server.cache.use(match)
+        cache.match(range(length))
+    match = cache.match(range(1200))
+    assert len(match.nodes) == sum(1 for node in cache.root.subtree() if node.parent) == 1200
+    cache.use(match)
     assert repr(match)
-    server.cache.clear()
+    require_invariants(cache, {})
+    cache.clear()

@@ -177,8 +177,8 @@ def test_curves_are_by_number_and_length_of_runs() -> None:
 
 def test_committed_results_are_shown_where_a_file_is_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    assert here.shown()[0] == here.shown("committed")[0] == here.COMMITTED
-    path, content = here.shown("committed")
+    assert here.shown("bench")[0] == here.shown("bench", "committed")[0] == here.committed("bench")
+    path, content = here.shown("bench", "committed")
     assert here.label(path, content).startswith("committed results, data/results/h200/bench.json: NVIDIA H200; ")
 
 
@@ -187,8 +187,8 @@ def test_committed_results_are_shown_where_a_file_is_not_asked_for(monkeypatch: 
 def test_a_machine_is_measured_by_the_command_that_anybody_can_give(tmp_path: Path) -> None:
     path = tmp_path / "out" / "bench.json"
     small: dict[str, Any] = {"payload": 1 << 17, "layouts": ("page_first",), "portions": ("pages",)}
-    here.measure(path, ("llama-3.1-8b",), 2, budget_s=60, platform="emulated", **small)
-    _, content = here.shown(str(path))
+    here.measure_bench(path, ("llama-3.1-8b",), 2, budget_s=60, platform="emulated", **small)
+    _, content = here.shown("bench", str(path))
     rows = recommend.rows_of(content, "llama-3.1-8b", 2)
     assert [(row["pool"], row["layout"], row["direction"]) for row in rows] == [
         ("kv", "page_first", "backup"),
@@ -197,4 +197,4 @@ def test_a_machine_is_measured_by_the_command_that_anybody_can_give(tmp_path: Pa
     assert advice(content, rows)[0].startswith("kv backup: take page_first with ")
     assert here.label(path, content).startswith("this machine: ")
     with pytest.raises(RuntimeError, match="there is no model 'llama-9'"):
-        here.measure(path, ("llama-9",))
+        here.measure_bench(path, ("llama-9",))

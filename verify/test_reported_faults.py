@@ -264,7 +264,7 @@ class Registrar:
         del self.live[address]
         self.undone.append(address)
 
-    def device_address(self, address: int) -> int:
+    def device_address(self, address: int, device: str) -> int:
         return address + self.ALIAS
 
 

@@ -338,7 +338,7 @@ class Elsewhere:
     def unregister(self, address: int) -> None:
         del self.chunks[address]
 
-    def device_address(self, address: int) -> int:
+    def device_address(self, address: int, device: str) -> int:
         for first, there in self.chunks.items():
             if first <= address < first + len(there):
                 return there.data_ptr() + address - first

@@ -82,7 +82,7 @@ class Both:
         self.cache = _Telling(self.controller, policy, self.windows)
         self.allocators = {("device", name): slots for name, slots in self.stack.device_slots.items()}
         self.allocators |= {("host", name): self.stack.host.pools[name]._slots for name in self.stack.device_slots}
-        rows, states = [self.cache.anchor, *self.cache._rows], self.cache._states
+        rows, states = [self.cache.anchor, *self.cache.rows], self.cache.states
         free = {place: slots.available_size() // slots.page_size for place, slots in self.allocators.items()}
         self.model = PlainTree(policy, P, rows, states, self.windows, free, self.cache.ended)
         self.in_use: list[Match] = []

@@ -70,8 +70,18 @@ def linear(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
 
 
 def normal(x: torch.Tensor) -> torch.Tensor:
-    """By the mean of magnitudes: torch's square root of a double is, on a CPU, one time in a hundred not IEEE's."""
-    return x / (total(x.abs()) * (1 / x.shape[-1]) + 1e-6)[..., None]
+    return x / root(total(x * x) * (1 / x.shape[-1]) + 1e-6)[..., None]
+
+
+def root(x: torch.Tensor) -> torch.Tensor:
+    """By Heron's steps, each of them IEEE's: torch's square root of a double is, on a CPU, one time in a hundred not.
+
+    Twelve are enough for numbers from 0.001 to 10,000.
+    """
+    found = (1 + x) / 2
+    for _ in range(12):
+        found = (found + x / found) / 2
+    return found
 
 
 def squash(x: torch.Tensor) -> torch.Tensor:

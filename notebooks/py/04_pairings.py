@@ -39,17 +39,19 @@ import book
 
 import refimpl
 from refimpl import presets
-from verify.bench import noise, options
+from verify import arguments
+from verify.bench import noise
 from verify.bench.gpu import here, recommend
 from verify.bench.gpu.cases import name_of
 
 WAYS = recommend.BACKENDS
-layouts = refimpl.LAYOUTS if LAYOUTS == "all" else options.one_of("layout", refimpl.LAYOUTS)(LAYOUTS)
+layouts = refimpl.LAYOUTS if LAYOUTS == "all" else arguments.one_of("layout", refimpl.LAYOUTS)(LAYOUTS)
 path, bench = here.shown(
+    "bench",
     RESULTS,
     models=(MODEL,),
     page_size=PAGE_SIZE,
-    payload=options.nbytes(PAYLOAD),
+    payload=arguments.nbytes(PAYLOAD),
     layouts=layouts,
     budget_s=BUDGET,
 )

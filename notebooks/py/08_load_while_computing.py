@@ -34,10 +34,11 @@ from collections import Counter
 import book
 import loading
 
-from verify.bench.gpu import overlap_report as report
+from verify.bench.gpu import here
+from verify.bench.gpu.overlap import report
 
-path, results = report.shown(RESULTS)
-print(report.label(path, results))
+path, results = here.shown("overlap", RESULTS)
+print(here.label(path, results))
 ways = report.ways(results)
 counts = Counter(way.row["model"] for way in ways)
 models = [model for model, _ in counts.most_common()]  # the one with most cells first
@@ -109,7 +110,7 @@ print("digest of what is drawn:", book.digest([(d.title, d.loads, d.computes) fo
 #
 # ## When the bus hides
 #
-# A layer is done when the one before it is done *and* it has arrived, whichever is later, and its own computing has passed. That is the whole prediction (`overlap_model.finishes`):
+# A layer is done when the one before it is done *and* it has arrived, whichever is later, and its own computing has passed. That is the whole prediction (`pipeline.finishes`):
 #
 #     finished[layer] = max(finished[layer - 1], arrived[layer]) + compute[layer]
 #
@@ -171,10 +172,10 @@ for model in models:
 # %%
 lines, gains = [], {}
 for row in results["rows"]:
-    here = [way for way in ways if way.row is row]
-    if not here:
+    mine = [way for way in ways if way.row is row]
+    if not mine:
         continue
-    by_layer, at_once = min(here, key=lambda w: w.by_layer_s), min(here, key=lambda w: w.all_first_s)
+    by_layer, at_once = min(mine, key=lambda w: w.by_layer_s), min(mine, key=lambda w: w.all_first_s)
     gain = gains[row["model"], row["prefix_tokens"], row["new_tokens"]] = 1 - by_layer.by_layer_s / at_once.all_first_s
     tokens = f"{row['prefix_tokens']:,} + {row['new_tokens']:,}"
     sides = by_layer.name, f"{1e3 * by_layer.by_layer_s:.1f}", at_once.name, f"{1e3 * at_once.all_first_s:.1f}"
@@ -189,7 +190,7 @@ print(f", with prefixes of {max(key[1] for key in behind):,} tokens at most" if 
 # %% [markdown]
 # ## How good is the prediction?
 #
-# It is given a load alone (when each layer arrived), a resident step alone (how long each layer computed) and the host's time, and asked for the step in which both happen. The second line knows less: four numbers, as if all layers were alike (`overlap_model.Pace`), and nothing of the host.
+# It is given a load alone (when each layer arrived), a resident step alone (how long each layer computed) and the host's time, and asked for the step in which both happen. The second line knows less: four numbers, as if all layers were alike (`pipeline.Pace`), and nothing of the host.
 
 # %%
 errors = {

@@ -18,6 +18,7 @@ from refimpl.receipt import Receipt
 class Setup:
     """The pool that a backend is made for.
 
+    platform       the device that it works on, by name: "cuda:1"
     staging_pages  pages that a staging buffer in device memory holds; None: what was measured to be enough
     blocks         blocks of a copy kernel; None: what was measured to be best
     book           to be asked before device memory is taken: raises if there is none to spare, else returns what gives

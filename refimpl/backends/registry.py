@@ -9,6 +9,7 @@ from functools import cache
 import torch
 
 from refimpl.backends.protocol import Backend, Setup
+from refimpl.devices import number_of, platform_of
 from refimpl.emulated import HostQueue
 from refimpl.runtime import Runtime
 
@@ -30,8 +31,11 @@ def unavailable(name: str, platform: str = "cpu") -> str | None:
     """Why a backend cannot be used here, or None if it can."""
     if name not in MODULES:
         return f"no implementation of backend {name!r} is installed (installed: {', '.join(MODULES)})"
-    if platform == "cuda" and not torch.cuda.is_available():
-        return "no CUDA device is here"
+    if platform_of(platform) == "cuda":
+        if not torch.cuda.is_available():
+            return "no CUDA device is here"
+        if number_of(platform) >= torch.cuda.device_count():
+            return f"there is no {platform}, the CUDA devices here are numbered 0..{torch.cuda.device_count() - 1}"
     try:
         backend = _load(name)
         if MODULES[name].startswith(RUNTIMES.split(".")[0]):
@@ -44,7 +48,7 @@ def unavailable(name: str, platform: str = "cpu") -> str | None:
 
 
 def runtime(platform: str) -> Runtime:
-    """Streams and events of a platform; on a CPU a queue of its own. `ImportError` where it cannot be had."""
+    """Streams and events of a device; on a CPU a queue of its own. `ImportError` where it cannot be had."""
     return HostQueue() if platform == "cpu" else importlib.import_module(RUNTIMES).runtime(platform)
 
 

@@ -22,7 +22,7 @@ def adapter(argv: Sequence[str]) -> int:
     parser.add_argument("name", nargs="?", metavar="ADAPTER", help=what)
     parser.add_argument("--adapter", metavar="ADAPTER", help="the same")
     parser.add_argument("--family", nargs="+", choices=suite.families(), metavar="FAMILY", help="default: all of them")
-    parser.add_argument("--out", type=Path, metavar="FOLDER", help="write report.json, index.html and badge.svg")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="write report.json, conformance.html and badge.svg")
     parser.add_argument("--report", type=Path, metavar="FOLDER", help=f"likewise; without any ADAPTER of {REFERENCE}")
     parser.add_argument("--same-process", action="store_true", help="for debuggers; a crash ends it")
     options = parser.parse_args(argv)
@@ -48,8 +48,11 @@ def adapter(argv: Sequence[str]) -> int:
     if folder:
         report.write(folder, content)
         print(f"suite {content['suite']['version']}, {report.mutation_score(content)}")
-        print(f"{folder / 'index.html'}: the same as a page; report.json can be submitted")
-    return int(bool(failures or stale or not content["counts"]["passed"]))
+        print(f"{folder / 'conformance.html'}: the same as a page; report.json can be submitted")
+    if not failures and not report.moved(content):
+        print("nothing was moved, so nothing is shown")
+        return 1
+    return int(bool(failures or stale))
 
 
 def _results(name: str | None, groups: Sequence[suite.Group], same_process: bool) -> tuple[Loaded, report.Results]:
@@ -61,7 +64,10 @@ def _results(name: str | None, groups: Sequence[suite.Group], same_process: bool
 
 
 def check_report(argv: Sequence[str]) -> int:
-    """Verify a submitted report: whole, of these vectors, and every case with the right bytes. Exit code: 0, 1, or 2 where it cannot be checked."""
+    """Verify a submitted report: whole, unedited, of these vectors, and every case with the right bytes.
+
+    Exit code: 0, 1 where something is wrong with it, 2 where that cannot be told.
+    """
     parser = argparse.ArgumentParser(prog="python -m verify check-report", description=check_report.__doc__)
     parser.add_argument("file", type=Path, metavar="FILE")
     options = parser.parse_args(argv)

@@ -169,8 +169,9 @@ FEW = 0.1  # the part of the cases that pass which may have a property too, if i
 def _listed(group: Group, test: Json) -> int:
     """Indices or entries in the list of the destination."""
     to = plain.destination(test)
-    each = group.geometry["page_size"] if f"{to}_pages" in test else 1
-    return each * len(test.get(f"{to}_pages", test.get(f"{to}_indices", test.get(f"{to}_entries"))))
+    if f"{to}_pages" in test:
+        return group.geometry["page_size"] * len(test[f"{to}_pages"])
+    return len(test.get(f"{to}_indices", []) or test.get(f"{to}_entries", []))
 
 
 def _row_bytes(group: Group) -> list[int]:
@@ -196,21 +197,24 @@ STEPS = (2, 4, 8, 16, 32, 64, 128)
 
 
 def apart_from(failing: Results, passing: Results) -> Iterator[tuple[int, str]]:
-    """What every failing case has and few that pass: how many of these, and a word, a bound, or being no multiple."""
-    properties: list[tuple[Callable[[Group, Json], bool], str]] = []
-    for noun, label in LABELS.items():
-        of = {label(g, t) for g, t, _ in failing}
-        properties.append((lambda g, t, of=of, label=label: label(g, t) in of, f"{noun} {' or '.join(sorted(of))}"))
-    for noun, measure in MEASURES.items():
-        found = [measure(g, t) for g, t, _ in failing]
-        least, most = min(found), max(found)
-        properties.append((lambda g, t, n=least, m=measure: m(g, t) >= n, f"{least} or more {noun}"))
-        properties.append((lambda g, t, n=most, m=measure: m(g, t) <= n, f"{most} or fewer {noun}"))
-        step = next((step for step in STEPS if all(n % step for n in found)), 0)
-        if step:
-            said = f"a number of {noun} that is no multiple of {step}"
-            properties.append((lambda g, t, n=step, m=measure: m(g, t) % n > 0, said))
-    for has, said in properties:
+    """What every failing case has and few that pass: how many of these, and what it is."""
+    for has, said in _properties(failing) if passing else ():
         also = sum(has(g, t) for g, t, _ in passing)
         if also <= FEW * len(passing):
             yield also, said
+
+
+def _properties(failing: Results) -> Iterator[tuple[Callable[[Group, Json], bool], str]]:
+    """What every failing case has: one of some words, a number within a bound, or one that is no multiple."""
+    for noun, label in LABELS.items():
+        of = {label(g, t) for g, t, _ in failing}
+        yield lambda g, t, of=of, label=label: label(g, t) in of, f"{noun} {' or '.join(sorted(of))}"
+    for noun, measure in MEASURES.items():
+        found = [measure(g, t) for g, t, _ in failing]
+        least, most = min(found), max(found)
+        yield lambda g, t, n=least, m=measure: m(g, t) >= n, f"{least} or more {noun}"
+        yield lambda g, t, n=most, m=measure: m(g, t) <= n, f"{most} or fewer {noun}"
+        step = next((step for step in STEPS if all(n % step for n in found)), 0)
+        if step:
+            said = f"a number of {noun} that is no multiple of {step}"
+            yield lambda g, t, n=step, m=measure: m(g, t) % n > 0, said

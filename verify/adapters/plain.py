@@ -1,4 +1,4 @@
-"""NumPy alone: an adapter to copy from, by the arithmetic of the plain consumer; and one that does nothing."""
+"""NumPy alone, every pool and layout, by the arithmetic of the plain consumer; and one that does nothing."""
 
 from __future__ import annotations
 

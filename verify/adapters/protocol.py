@@ -3,6 +3,7 @@
 A group of a vector file is the geometry, as it stands there (`data/vectors/README.md` has its words). Buffers are NumPy
 arrays of bytes by name, in the order of the group's lists: `torch.from_numpy` and `array.ctypes.data` lead on to
 tensors and addresses. An implementation on a GPU copies the device's buffers there, and back before it returns.
+`verify/consumers/pages.py` is an adapter to copy from.
 """
 
 from __future__ import annotations

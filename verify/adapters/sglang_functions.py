@@ -17,7 +17,7 @@ import torch
 
 from verify.adapters import sglang_pieces
 from verify.adapters.protocol import Buffers, Json
-from verify.adapters.sglang_memory import Bundle, Memory, bundles, on_a_stream
+from verify.adapters.sglang_memory import Bundle, Memory, bundles, on_a_stream, why_never
 
 STAGING_PAGES = 64  # of SGLang's pools
 
@@ -394,10 +394,8 @@ class Functions:
         self.device = torch.cuda.get_device_name() if torch.cuda.is_available() else "no CUDA device"
 
     def capabilities(self, geometry: Json, layout: str, direction: str) -> str | None:
-        if not geometry["host"]:
-            return f"{layout} is no layout of this pool"
-        if direction.endswith("_entries"):
-            return "SGLang moves single entries only of its own C4 pages of 64"
+        if reason := why_never(geometry, layout, direction):
+            return reason
         if any(part["side"] for part in geometry["components"]):
             return "side states are copied by SGLang's pool itself, by no transfer function"
         reasons = {name: self._why_not(path, geometry, layout, direction) for name, path in self.paths.items()}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -33,6 +33,12 @@ class Slab:
         return any(bool((edge != MARGIN_BYTE).any()) for edge in (before, after))
 
 
+def require_undamaged(slabs: Iterable[Slab]) -> None:
+    """`MemoryError` where somebody wrote beside a buffer."""
+    if any(slab.damaged() for slab in slabs):
+        raise MemoryError("memory beside a buffer was written")
+
+
 @dataclass(frozen=True)
 class Bundle:
     """What one call moves: K and V together where they are alike, else a single component."""
@@ -40,6 +46,11 @@ class Bundle:
     geometry: Json
     layout: str
     parts: Sequence[Json]
+
+    @property
+    def name(self) -> str:
+        """Of its component, or of the first."""
+        return self.parts[0]["name"]
 
     @property
     def layers(self) -> list[int]:
@@ -95,6 +106,15 @@ class Bundle:
         }[self.layout]
 
 
+def why_never(geometry: Json, layout: str, direction: str) -> str | None:
+    """Why no version of SGLang has such a transfer."""
+    if not geometry["host"]:
+        return f"{layout} is no layout of this pool"
+    if direction.endswith("_entries"):
+        return "SGLang moves single entries only of its own C4 pages of 64"
+    return None
+
+
 def bundles(geometry: Json, layout: str) -> Iterator[Bundle]:
     parts = list(geometry["components"])
     while parts:
@@ -133,8 +153,7 @@ class Memory:
         for side, slabs in self._slabs.items():
             for name, slab in slabs.items():
                 self._given[side][name][:] = slab.view.cpu().numpy()
-        if any(slab.damaged() for slabs in self._slabs.values() for slab in slabs.values()):
-            raise MemoryError("memory beside a buffer was written")
+        require_undamaged(slab for slabs in self._slabs.values() for slab in slabs.values())
 
     def _of(self, side: str, part: Json) -> list[Json]:
         return [buffer for buffer in self.geometry[side] if part["name"] in buffer["components"]]

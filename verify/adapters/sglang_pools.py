@@ -16,7 +16,7 @@ import torch
 
 from verify.adapters import sglang_pieces
 from verify.adapters.protocol import Buffers, Json
-from verify.adapters.sglang_memory import Bundle, Slab, bundles, on_a_stream
+from verify.adapters.sglang_memory import Bundle, Slab, bundles, on_a_stream, require_undamaged, why_never
 
 LAYOUTS = {"kernel": ("layer_first", "page_first", "page_head"), "direct": ("layer_first", "page_first_direct")}
 
@@ -59,7 +59,7 @@ def mha(geometry: Json, layout: str, parts: list[Bundle], rows: dict[str, list[t
 def mla(geometry: Json, layout: str, parts: list[Bundle], rows: dict[str, list[torch.Tensor]]) -> list[Any]:
     """A single latent row a token."""
     (bundle,), info = parts, _infos()
-    found, width = [row.view(-1, 1, bundle.row) for row in rows[bundle.parts[0]["name"]]], bundle.row
+    found, width = [row.view(-1, 1, bundle.row) for row in rows[bundle.name]], bundle.row
     described = info.MLABufferInfo(
         buffers=tuple(found),
         data_ptrs=_table(found),
@@ -81,8 +81,8 @@ def page_rows(geometry: Json, layout: str, parts: list[Bundle], rows: dict[str, 
     pool = sglang_pieces.piece("v4 pools").DeepSeekV4PagedHostPool
     return [
         pool(
-            pool_name=name,
-            device_buffers=rows[name],
+            pool_name=bundle.name,
+            device_buffers=rows[bundle.name],
             item_bytes=bundle.row,
             num_host_pages=geometry["host_pages"],
             slot_page_size=geometry["page_size"],
@@ -91,7 +91,6 @@ def page_rows(geometry: Json, layout: str, parts: list[Bundle], rows: dict[str, 
             page_aligned_only=True,
         )
         for bundle in parts
-        for name in [bundle.parts[0]["name"]]
     ]
 
 
@@ -99,13 +98,12 @@ def states(geometry: Json, layout: str, parts: list[Bundle], rows: dict[str, lis
     """Rings of states, one row a page; a device pool is read for its tensor and its ring alone."""
     (bundle,) = parts
     of_layers = [
-        SimpleNamespace(ring_size=1, kv_score_buffer=SimpleNamespace(kv_score=row))
-        for row in rows[bundle.parts[0]["name"]]
+        SimpleNamespace(ring_size=1, kv_score_buffer=SimpleNamespace(kv_score=row)) for row in rows[bundle.name]
     ]
     pool = sglang_pieces.piece("v4 pools").DeepSeekV4StateHostPool
     return [
         pool(
-            pool_name=bundle.parts[0]["name"],
+            pool_name=bundle.name,
             state_pools=of_layers,
             num_host_pages=geometry["host_pages"],
             swa_page_size=geometry["page_size"],
@@ -146,13 +144,11 @@ class Pools:
         self.built: Built | None = None
 
     def capabilities(self, geometry: Json, layout: str, direction: str) -> str | None:
-        if not geometry["host"]:
-            return f"{layout} is no layout of this pool"
+        if reason := why_never(geometry, layout, direction):
+            return reason
         kind = kind_of(geometry)
         if kind is None:
             return "none of SGLang's pools is built over such components alone"
-        if direction.endswith("_entries"):
-            return "SGLang moves single entries only of its own C4 pages of 64"
         if layout not in LAYOUTS[self.backend] or (layout == "page_head" and not kind.page_head):
             return f"SGLang's pool has no {self.backend} transfers in {layout}"
         reasons = [self._limit(bundle) for bundle in bundles(geometry, layout)]
@@ -261,8 +257,7 @@ class Built:
             begin += data.size
         for name, data in device.items():
             data[:] = self._slabs[name].view.cpu().numpy()
-        if any(slab.damaged() for slab in self._slabs.values()):
-            raise MemoryError("memory beside a buffer was written")
+        require_undamaged(self._slabs.values())
 
     def close(self) -> None:
         """Before the memory goes: a range that stays registered would spoil the next pool that is given it."""

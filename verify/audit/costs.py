@@ -13,15 +13,13 @@ from typing import Any
 
 from refimpl import LAYOUTS, PoolSpec, presets
 from refimpl.support import DIRECTIONS
+from verify.arguments import Parser, listed, positive
 from verify.audit.rules import H200, Choice, choices
-from verify.bench.gpu import cases
-from verify.bench.provenance import ROOT
+from verify.bench.gpu import cases, here, results
+from verify.bench.gpu.cases import PAYLOAD
 from verify.bench.report import Table, as_text
 
 Content = dict[str, Any]
-
-PAYLOAD = 256 << 20  # bytes that move where nothing was measured
-RESULTS = ROOT / "data" / "results" / "h200" / "bench.json"
 
 # Path -> what was measured that stands for it, the first that there is. SGLang's are its own kernels, measured.
 STANDS_FOR: dict[str, tuple[str, ...]] = {
@@ -159,6 +157,7 @@ def _stand_in(choice: Choice, one: Known) -> Measured | None:
 
 HEAD = ["model", "pool", "page", "layout", "direction", "engine", "with", "path", "stands for it", "of the bus"]
 HEAD += ["best", "of the bus", "regret", "rule"]
+CLEAR = 1.1  # a regret from which on a choice is clearly behind
 NAMES = ("model", "pool", "layout", "direction", "engine", "with", "path", "stands for it", "best", "rule")
 
 
@@ -191,7 +190,7 @@ def _figure(figure: Measured | None, otherwise: str) -> list[str]:
     return [figure.mover, f"{figure.fraction:.1%}"] if figure else [otherwise, "-"]
 
 
-def summary(found: Iterable[Row], clear: float = 1.1) -> Iterator[str]:
+def summary(found: Iterable[Row]) -> Iterator[str]:
     """A line for each engine: how often its choice is clearly behind, and where most."""
     by_engine: dict[str, list[Row]] = {}
     for row in found:
@@ -201,13 +200,23 @@ def summary(found: Iterable[Row], clear: float = 1.1) -> Iterator[str]:
         line = f"{engine}: {len(all_of_it)} choices, {len(costs)} of them measured"
         if costs:
             most, row = max(costs, key=lambda cost: cost[0])
-            behind = sum(regret > clear for regret, _ in costs)
+            behind = sum(regret > CLEAR for regret, _ in costs)
             where = f"{row.case} {row.cell.spec.name}, {row.cell.layout}, {row.cell.direction}: {row.choice.path}"
-            line += f"; {behind} take more than {clear} times as long as the best; at most {most:.1f} times ({where})"
+            line += f"; {behind} take more than {CLEAR} times as long as the best; at most {most:.1f} times ({where})"
         yield line
 
 
-def text(found: Sequence[Row]) -> Iterator[str]:
-    """What `python -m verify audit` prints."""
-    yield as_text(table(found), left=NAMES)
-    yield "\n".join(summary(found))
+def main(argv: Sequence[str]) -> int:
+    """Every choice with its rule and cost: of what was measured on an H200, or of all pools of a model."""
+    parser = Parser(prog="python -m verify audit", description=main.__doc__)
+    parser.add_argument("--model", choices=presets.MODELS, metavar="M", help=listed(presets.MODELS))
+    parser.add_argument("--page-size", type=positive, metavar="P", help="tokens a page")
+    args = parser.parse_args(argv)
+    try:
+        found = rows(here.shown("bench", "committed")[1], results.sglang(), args.model, args.page_size)
+    except ValueError as mistake:
+        parser.error(str(mistake))
+    if not found:
+        parser.error(f"nothing was measured with pages of {args.page_size}; name a model")
+    print(as_text(table(found), left=NAMES), "", *summary(found), sep="\n")
+    return 0

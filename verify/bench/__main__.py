@@ -7,12 +7,13 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from verify.arguments import Parser
 from verify.bench import measure, options, report, results
 from verify.bench.provenance import command_line
 
 
 def main() -> int:
-    parser = options.Parser(prog="python -m verify.bench", description=__doc__)
+    parser = Parser(prog="python -m verify.bench", description=__doc__)
     options.add(parser)
     parser.add_argument("--out", type=Path, metavar="FILE.json", help="write all samples to this file")
     args = parser.parse_args()

@@ -6,22 +6,22 @@ differs by no more than noise is named so (`verify.bench.noise`).
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
-import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+from verify.arguments import Parser
 from verify.bench import results
 from verify.bench.gpu import ceilings
 from verify.bench.gpu import results as gpu_results
 from verify.bench.noise import RULE, Fraction, fraction
+from verify.bench.provenance import origin
 from verify.bench.report import Table, as_text
 
 Content = dict[str, Any]
@@ -46,11 +46,10 @@ Cells = dict[Key, Cell]
 
 @dataclass(frozen=True)
 class Kind:
-    """A schema, what its rows are called, where such a file says what it is of, and how its cells are read."""
+    """A schema, what its rows are called, and how its cells are read."""
 
     schema: Path
     names: tuple[str, ...]
-    origin: Callable[[Content], str]
     cells: Callable[[Content], Iterator[tuple[Key, Cell]]]
 
 
@@ -76,27 +75,9 @@ def _cells(
         yield (*(row[name] for name in names), cell[mover]), Cell(cell["status"], found)
 
 
-def gpu_origin(content: Content) -> str:
-    """Devices, commits and days of a file that `verify.bench.gpu` wrote."""
-    sources = [session["provenance"] for session in content["sessions"]]
-    devices = {source["gpu"]["name"] if source["gpu"] else f"no GPU, {source['cpu']}" for source in sources}
-    return f"{', '.join(sorted(devices))}; {_commits(sources)}"
-
-
-def _cpu_origin(content: Content) -> str:
-    source = content["provenance"]
-    return f"{source['cpu']}, {source['cores']} cores; {_commits([source])}"
-
-
-def _commits(sources: list[Content]) -> str:
-    commits = {str(s["commit"])[:7] + (" with changes" if s["dirty"] else "") for s in sources}
-    days = sorted({source["time"][:10] for source in sources})
-    return f"commit {', '.join(sorted(commits))}; {' to '.join(dict.fromkeys((days[0], days[-1])))}"
-
-
 KINDS = (
-    Kind(gpu_results.SCHEMA, GPU_NAMES, gpu_origin, _gpu_cells),
-    Kind(results.SCHEMA, CPU_NAMES, _cpu_origin, _cpu_cells),
+    Kind(gpu_results.SCHEMA, GPU_NAMES, _gpu_cells),
+    Kind(results.SCHEMA, CPU_NAMES, _cpu_cells),
 )
 
 
@@ -208,22 +189,20 @@ def table(found: Comparison) -> Table:
     return Table(title, [*found.kind.names, *movers], body, [])
 
 
-def add(parser: argparse.ArgumentParser) -> None:
+def main(argv: Sequence[str]) -> int:
+    """Two result files side by side: a summary, then every cell. Exit code 2 where there is nothing to compare."""
+    parser = Parser(prog="python -m verify compare", description=main.__doc__)
     for name in ("a", "b"):
         parser.add_argument(name, type=Path, metavar=f"{name.upper()}.json")
-
-
-def command(args: argparse.Namespace) -> int:
-    """Print the summary, then every cell. Exit code 2 where there is nothing to compare."""
+    args = parser.parse_args(argv)
     try:
         (kind, a), (other, b) = read(args.a), read(args.b)
         if kind is not other:
             raise NoResults(f"{args.a} follows {kind.schema.name}, {args.b} follows {other.schema.name}")
     except NoResults as error:
-        print(f"python -m verify compare: {error}", file=sys.stderr)
-        return 2
+        return parser.error(str(error))
     found = compare(kind, a, b)
     for name, path, content in (("A", args.a, a), ("B", args.b, b)):
-        print(f"{name}: {path}: {kind.origin(content)}")
+        print(f"{name}: {path}: {origin(content)}")
     print(*summary(found), "", as_text(table(found), found.kind.names), sep="\n")
     return 0

@@ -7,6 +7,7 @@ import os
 import platform
 import subprocess
 import sys
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,16 @@ def provenance(command: list[str], seed: int, commit: str | None = None) -> dict
         | {name: importlib.metadata.version(name) for name in ("torch", "numpy", "numba")},
         "threads": {"torch": torch.get_num_threads(), "numba": numba.get_num_threads()},
     }
+
+
+def origin(content: Mapping[str, Any]) -> str:
+    """Devices, commits and days of a result file, which has one provenance, or one for each session."""
+    sources = [part["provenance"] for part in content.get("sessions", [content])]
+    devices = {s["gpu"]["name"] if s.get("gpu") else f"{s['cpu']}, {s['cores']} cores" for s in sources}
+    commits = {str(s["commit"])[:7] + (" with changes" if s["dirty"] else "") for s in sources}
+    days = sorted({s["time"][:10] for s in sources})
+    when = " to ".join(dict.fromkeys((days[0], days[-1])))
+    return f"{', '.join(sorted(devices))}; commit {', '.join(sorted(commits))}; {when}"
 
 
 def command_line(module: str) -> list[str]:

@@ -32,7 +32,7 @@ class Entry:
     axes: str
     rows: tuple[Rows, ...]
     source: str
-    read: Literal["file", "thread"] = "file"
+    read: Literal["file", "thread"]
 
     def __str__(self) -> str:
         return f"{self.engine} {self.name}"

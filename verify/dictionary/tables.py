@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 
 import numpy as np
 
 from refimpl import LAYOUTS
-from verify.bench.report import Table
+from verify.arguments import Parser
+from verify.bench.report import Table, as_text
 from verify.dictionary.arrangement import ALONE, counterparts, difference, to_theirs
 from verify.dictionary.entries import ENTRIES, Entry, Rows
 from verify.dictionary.twins import Twins, numbered, place, twins
@@ -70,13 +71,13 @@ def ours(entry: Entry, rows: Rows) -> str:
     return " = ".join(same) or f"none; {difference(entry, rows)}"
 
 
-def text() -> Iterator[str]:
-    """What `python -m verify dictionary` prints."""
-    from verify.bench.report import as_text
-
+def main(argv: Sequence[str]) -> int:
+    """What other engines call the same bytes, and names that a shape cannot tell apart."""
+    Parser(prog="python -m verify dictionary", description=main.__doc__).parse_args(argv)
     for table in (entries(), by_layout(), twin_table()):
-        yield as_text(table, left=table.head)
-    yield f"{len(ENTRIES)} names, {len(twins())} pairs of names that a shape cannot tell apart"
+        print(as_text(table, left=table.head), end="\n\n")
+    print(f"{len(ENTRIES)} names, {len(twins())} pairs of names that a shape cannot tell apart")
+    return 0
 
 
 def _elements(entry: Entry, pair: Twins) -> np.ndarray:

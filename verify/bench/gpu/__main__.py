@@ -10,13 +10,14 @@ from dataclasses import asdict
 from pathlib import Path
 
 from refimpl import LAYOUTS, presets
+from verify import arguments
 from verify.arena import Arena
-from verify.bench import options
 from verify.bench.gpu import cases, ceilings, measure, report, targets
 from verify.bench.gpu.clock import clock
 from verify.bench.gpu.measure import Bench, Effort
 from verify.bench.gpu.results import Results, plain, sglang
 from verify.bench.provenance import command_line
+from verify.bench.report import as_text
 
 NAMES = tuple(cases.portions(cases.MIB))
 WRITE_EVERY_S = 15
@@ -33,7 +34,7 @@ def main(argv: list[str] | None = None) -> int:
         run(results, portions, args.platform, args.seed, effort, commit=args.commit, budget_s=args.budget)
     content = results.content
     for name in dict.fromkeys(row["portion"] for row in content["rows"]):
-        print(report.as_text(report.table(content, name)), end="\n\n")
+        print(as_text(report.table(content, name)), end="\n\n")
     print(*targets.verdicts(content, sglang()), sep="\n")
     return int(any(cell["status"] in ("wrong", "failed") for row in content["rows"] for cell in row["cells"]))
 
@@ -86,33 +87,37 @@ def _measure(results: Results, bench: Bench, name: str, portion: cases.Portion, 
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = options.Parser(prog="python -m verify.bench.gpu", description=__doc__)
+    parser = arguments.Parser(prog="python -m verify.bench.gpu", description=__doc__)
     parser.add_argument(
         "--portion",
-        type=options.one_of("portion", NAMES),
+        type=arguments.one_of("portion", NAMES),
         default=("core",),
         metavar="P,P",
-        help=f"of {options.listed(NAMES)}; default: core",
+        help=f"of {arguments.listed(NAMES)}; default: core",
     )
     parser.add_argument(
         "--models",
-        type=options.one_of("model", presets.MODELS),
+        type=arguments.one_of("model", presets.MODELS),
         default=cases.MODELS,
         metavar="M,M",
-        help=f"default: {options.listed(cases.MODELS)}",
+        help=f"default: {arguments.listed(cases.MODELS)}",
     )
     parser.add_argument(
-        "--layouts", type=options.one_of("layout", LAYOUTS), default=LAYOUTS, metavar="L,L", help="default: all"
+        "--layouts", type=arguments.one_of("layout", LAYOUTS), default=LAYOUTS, metavar="L,L", help="default: all"
     )
     parser.add_argument(
         "--page-sizes",
-        type=lambda text: tuple(map(options.positive, text.split(","))),
+        type=lambda text: tuple(map(arguments.positive, text.split(","))),
         default=cases.PAGE_SIZES,
         metavar="N,N",
-        help=f"tokens a page, beside those of the presets; default: {options.listed(map(str, cases.PAGE_SIZES))}",
+        help=f"tokens a page, beside those of the presets; default: {arguments.listed(map(str, cases.PAGE_SIZES))}",
     )
     parser.add_argument(
-        "--payload", type=options.nbytes, default=256 << 20, metavar="SIZE", help="bytes that move, 256MiB if not given"
+        "--payload",
+        type=arguments.nbytes,
+        default=cases.PAYLOAD,
+        metavar="SIZE",
+        help="bytes that move, 256MiB if not given",
     )
     parser.add_argument(
         "--seconds", type=float, default=Effort().seconds, help="device time of a cell (default: %(default)s)"

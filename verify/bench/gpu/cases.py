@@ -10,6 +10,7 @@ import torch
 from refimpl import LAYOUTS, PoolSpec, presets
 
 KIB, MIB = 1 << 10, 1 << 20
+PAYLOAD = 256 * MIB  # bytes that move, where nothing else is asked for
 MODELS = ("llama-3.1-8b", "deepseek-v3", "deepseek-v4-flash", "qwen3-next")
 FEW = ("llama-3.1-8b", "deepseek-v3")
 PAGE_MAJOR = ("page_first", "page_first_direct")

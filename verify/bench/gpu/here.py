@@ -5,40 +5,50 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from refimpl import LAYOUTS
-from verify.bench.gpu.cases import MIB, PAGE_SIZES
-from verify.bench.provenance import ROOT
+from verify.bench.gpu.cases import PAGE_SIZES, PAYLOAD
+from verify.bench.provenance import ROOT, origin
 
 Content = dict[str, Any]
 
-COMMITTED = ROOT / "data" / "results" / "h200" / "bench.json"
-MEASURED = ROOT / "out" / "bench.json"
+COMMITTED = ROOT / "data" / "results" / "h200"
+MEASURED = ROOT / "out"
 PORTIONS = ("core", "matmul", "descriptors", "pages", "contiguous")
 BUDGET_S = 240
-PAYLOAD = 256 * MIB
 
 
-def shown(source: str = "", **asked: Any) -> tuple[Path, Content]:
+def shown(name: str, source: str = "", **asked: Any) -> tuple[Path, Content]:
     """A result file and its content.
 
-    source  the path of one, or "committed", or "": measured now on the GPU of this machine, committed if there is none
-    asked   for `measure`, where it measures
+    name    one of `MEASURE`
+    source  the path of a file, or "committed", or "": measured now on this machine's GPU, committed if there is none
+    asked   for the function that measures, where it does
     """
     if source or not torch.cuda.is_available():
-        path = COMMITTED if source in ("", "committed") else ROOT / source
+        path = committed(name) if source in ("", "committed") else ROOT / source
     else:
-        path = MEASURED
-        measure(path, **asked)
+        path = MEASURED / f"{name}.json"
+        MEASURE[name](path, **asked)
     return path, json.loads(path.read_text(encoding="utf-8"))
 
 
-def measure(
+def committed(name: str) -> Path:
+    return COMMITTED / f"{name}.json"
+
+
+def label(path: Path, content: Content) -> str:
+    """Whose figures these are. A line that begins with `this machine: ` is not compared by nbval."""
+    whose = f"committed results, {path.relative_to(ROOT).as_posix()}" if path.parent == COMMITTED else "this machine"
+    return f"{whose}: {origin(content)}"
+
+
+def measure_bench(
     path: Path,
     models: Sequence[str],
     page_size: int | None = None,
@@ -48,12 +58,8 @@ def measure(
     portions: Sequence[str] = PORTIONS,
     platform: str = "cuda",
 ) -> None:
-    """A new file, by the command that anybody can give. `RuntimeError` with the end of what it said if it fails.
-
-    Cells that are wrong are no failure of the command: the file has them, with what was wrong.
-    """
+    """A new file of `verify.bench.gpu`. Errors as of `_measure`."""
     options = {
-        "out": path,
         "portion": ",".join(portions),
         "models": ",".join(models),
         "layouts": ",".join(layouts),
@@ -62,17 +68,25 @@ def measure(
         "budget": budget_s,
         "platform": platform,
     }
+    _measure("verify.bench.gpu", path, options)
+
+
+def measure_overlap(path: Path) -> None:
+    """A new file of `verify.bench.gpu.overlap`. Errors as of `_measure`."""
+    _measure("verify.bench.gpu.overlap", path, {})
+
+
+def _measure(module: str, path: Path, options: dict[str, Any]) -> None:
+    """By the command that anybody can give. `RuntimeError` with the end of what it said if it fails.
+
+    Cells that are wrong are no failure of the command: the file has them, with what was wrong.
+    """
     path.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "verify.bench.gpu", *(f"--{name}={value}" for name, value in options.items())]
+    given = [f"--{name}={value}" for name, value in {"out": path, **options}.items()]
+    command = [sys.executable, "-m", module, *given]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     if done.returncode not in (0, 1) or not path.exists():
         raise RuntimeError(f"{' '.join(command)}:\n{done.stderr[-2000:]}")
 
 
-def label(path: Path, content: Content) -> str:
-    """Whose figures these are. A line that begins with `this machine: ` is not compared by nbval."""
-    from verify.bench.compare import gpu_origin
-
-    if path == COMMITTED:
-        return f"committed results, {path.relative_to(ROOT).as_posix()}: {gpu_origin(content)}"
-    return f"this machine: {gpu_origin(content)}"
+MEASURE: dict[str, Callable[..., None]] = {"bench": measure_bench, "overlap": measure_overlap}

@@ -7,9 +7,7 @@ from typing import Any
 
 from verify.bench.gpu import targets
 from verify.bench.gpu.record import Row
-from verify.bench.report import Table, as_text, size
-
-__all__ = ["as_text", "line", "table"]
+from verify.bench.report import Table, size
 
 Content = dict[str, Any]
 NAMES = ["model", "pool", "layout", "direction", "moved", "run", "piece"]

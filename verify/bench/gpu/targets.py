@@ -6,11 +6,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from verify.bench.gpu.cases import Mover
+from verify.bench.gpu.cases import KIB, MIB, Mover
+from verify.bench.gpu.recommend import lasting
 
 Content = dict[str, Any]
 
-KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+GIB = 1 << 30
 BACKENDS = ("direct", "kernel", "staged", "auto")
 FULL = ("core", "sglang")  # portions of full payloads, all backends side by side
 
@@ -162,7 +163,7 @@ def _auto(rows: list[Content]) -> Iterator[Check]:
 
 def sustained(row: Content, cell: Content) -> float:
     """GB/s of transfers that go on and on: the device must do them, and the host must describe them."""
-    return min(cell["gb_per_s"], row["payload_bytes"] / cell["submit"]["median_s"] / 1e9)
+    return row["payload_bytes"] / lasting(cell)["median_s"] / 1e9
 
 
 def _submits(row: Content) -> Iterator[Check]:

@@ -25,8 +25,8 @@ from refimpl.receipt import Receipt
 from refimpl.runtime import Event, Runtime, Stream
 from verify.arena import Arena
 from verify.bench.gpu.clock import Clock
-from verify.bench.gpu.overlap_layers import Layer, Rows
-from verify.bench.gpu.overlap_record import Sample
+from verify.bench.gpu.overlap.layers import Layer, Rows
+from verify.bench.gpu.overlap.record import Sample
 from verify.bench.gpu.rig import OnDevice
 from verify.bench.measure import POISON, copy, host_tensors, wipe
 

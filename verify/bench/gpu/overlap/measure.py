@@ -1,4 +1,4 @@
-"""python -m verify.bench.gpu.overlap: prefills whose prefix is loaded meanwhile, before, or computed again.
+"""A workload, measured: prefills whose prefix is loaded meanwhile, before, or computed again.
 
 Before a step its prefix is wiped on the device. Bytes are compared with the oracle's once for each way to load; the
 result of every single step is compared with that of a resident prefix.
@@ -6,7 +6,6 @@ result of every single step is compared with that of a resident prefix.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import math
 import statistics
@@ -14,29 +13,21 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cache, partial
-from pathlib import Path
-from typing import Any
 
 import torch
 
 from refimpl import UnsupportedPairing
 from refimpl.controller import loads_by_layer
 from verify.arena import Arena
-from verify.bench import options
-from verify.bench.gpu import ceilings
-from verify.bench.gpu.clock import Clock, clock
-from verify.bench.gpu.overlap_cases import TOYS, WORKLOADS, Workload
-from verify.bench.gpu.overlap_layers import Layer, layers
-from verify.bench.gpu.overlap_record import Cell, Recompute, Row, Sample, Timeline
-from verify.bench.gpu.overlap_steps import Prefix, Steps
-from verify.bench.gpu.results import as_text, gpu, plain
-from verify.bench.provenance import ROOT, command_line, provenance
+from verify.bench.gpu.clock import Clock
+from verify.bench.gpu.overlap.cases import Workload
+from verify.bench.gpu.overlap.layers import Layer, layers
+from verify.bench.gpu.overlap.record import Cell, Recompute, Row, Sample, Timeline
+from verify.bench.gpu.overlap.steps import Prefix, Steps
 from verify.bench.record import Timing
 
-SCHEMA = ROOT / "data" / "schemas" / "overlap.schema.json"
-SECONDS = 125.0
 SAMPLES = (5, 9)  # fewest, and most of short steps
 SHORT_S = 0.1  # of all samples of a step together, about
 LONG_S = 0.3  # a step that takes longer warms up within a sample
@@ -253,89 +244,3 @@ def _told(bench: Bench, found: Sequence[Cell | Recompute], name: str) -> Iterato
     for one in found if reason else ():
         one.give_up(status, reason)
     bench.tell(f"{time.monotonic() - begin:6.1f} s  {name}: {status}{reason and ': '}{reason}")
-
-
-# ---- the file
-
-
-def run(
-    platform: str,
-    workloads: Sequence[Workload],
-    seed: int = 0,
-    seconds: float = SECONDS,
-    commit: str | None = None,
-    sizes: Sequence[int] = ceilings.SIZES,
-) -> Iterator[dict[str, Any]]:
-    """The content of a result file (see `data/schemas/overlap.schema.json`) after each workload, so far."""
-    until = time.monotonic() + seconds
-    ticking = clock(platform)
-    arena = Arena(max(ceilings.memory_needed(sizes), *(workload.memory_needed() for workload in workloads)))
-    settings = {"platform": platform, "seed": seed, "seconds": seconds, "samples": SAMPLES}
-    shapes = {workload.model: asdict(workload.shape) for workload in workloads}
-    content: dict[str, Any] = {
-        "provenance": provenance(command_line("verify.bench.gpu.overlap"), seed, commit) | {"gpu": gpu()},
-        "settings": settings | {"shapes": shapes},
-        "recompute": [],
-        "rows": [],
-    }
-    try:
-        with ticking.session(), torch.no_grad():
-            content["ceilings"] = [asdict(limit) for limit in ceilings.measure(ticking, arena, sizes)]
-            bench = Bench(ticking, arena, seed, until, TRIES if platform == "cuda" else 1)
-            for workload in workloads:
-                rows, recomputed = measure(bench, workload)
-                content["rows"] += map(asdict, rows)
-                content["recompute"] += map(asdict, recomputed)
-                yield plain(content)
-    finally:
-        arena.close()
-
-
-def summary(content: dict[str, Any]) -> Iterator[str]:
-    """A line for each cell: milliseconds of the step by layer, all layers first, and with a resident prefix."""
-    for row in content["rows"]:
-        resident = _milliseconds(row["resident"])
-        name = f"{row['model']}, {row['prefix_tokens']} + {row['new_tokens']} tokens"
-        for cell in row["cells"]:
-            how = f"{name}, {cell['layout']}, {cell['backend']}"
-            figures = (_milliseconds(cell[key]) for key in ("loading", "layerwise", "all_first"))
-            parts = zip(("loading", "by layer", "all first", "resident"), (*figures, resident), strict=True)
-            told = cell["reason"] or ", ".join(f"{what} {figure}" for what, figure in parts)
-            yield f"{how}: {told}"
-    for done in content["recompute"]:
-        yield f"{done['model']}, {done['tokens']} tokens from nothing: {done['reason'] or _milliseconds(done)}"
-
-
-def _milliseconds(timeline: dict[str, Any] | None) -> str:
-    return f"{1e3 * timeline['timing']['median_s']:.2f} ms" if timeline else "-"
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Exit code 1 where a cell is wrong or failed."""
-    args = _parser().parse_args(argv)
-    workloads = WORKLOADS if args.platform == "cuda" else TOYS[args.platform]
-    content: dict[str, Any] = {}
-    for content in run(args.platform, workloads, args.seed, args.seconds, args.commit):
-        if args.out:
-            args.out.parent.mkdir(parents=True, exist_ok=True)
-            args.out.write_text(as_text(content), encoding="utf-8")
-    print(*summary(content), sep="\n")
-    found = [cell["status"] for row in content["rows"] for cell in row["cells"]]
-    found += [done["status"] for done in content["recompute"]]
-    return int(any(status in ("wrong", "failed") for status in found))
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = options.Parser(prog="python -m verify.bench.gpu.overlap", description=__doc__)
-    parser.add_argument("--out", type=Path, metavar="FILE.json", help="write all samples to this file")
-    parser.add_argument(
-        "--seconds", type=float, default=SECONDS, help="what is not begun by then is left out (default: %(default)s)"
-    )
-    parser.add_argument("--platform", choices=("cuda", *TOYS), default="cuda", help="default: %(default)s")
-    parser.add_argument("--seed", type=int, default=0, help="of weights, rows and page choice (default: %(default)s)")
-    parser.add_argument("--commit", metavar="SHA", help="of a clean tree, where there is no git to ask")
-    return parser
-
-
-if __name__ == "__main__":
-    sys.exit(main())

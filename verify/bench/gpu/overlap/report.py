@@ -2,54 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
-import torch
-
-from verify.bench.gpu.overlap_model import Pace, between, break_even, finishes, hidden
-from verify.bench.provenance import ROOT
-
-COMMITTED = ROOT / "data" / "results" / "h200" / "overlap.json"
-MEASURED = ROOT / "out" / "overlap.json"
+from verify.bench.gpu.overlap.pipeline import Pace, between, break_even, finishes, hidden
 
 BEYOND = 1.1  # how far past the longest recomputation its curve is trusted
 
 Content = dict[str, Any]
-
-
-def shown(source: str = "") -> tuple[Path, Content]:
-    """A result file and its content.
-
-    source  the path of one, or "committed", or "": measured now on the GPU of this machine, committed if there is none
-    """
-    if source or not torch.cuda.is_available():
-        path = COMMITTED if source in ("", "committed") else ROOT / source
-    else:
-        path = MEASURED
-        command = [sys.executable, "-m", "verify.bench.gpu.overlap", "--out", str(path)]
-        path.unlink(missing_ok=True)
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-        if not path.exists():
-            raise RuntimeError(f"{' '.join(command)}:\n{done.stderr[-2000:]}")
-    return path, json.loads(path.read_text(encoding="utf-8"))
-
-
-def label(path: Path, content: Content) -> str:
-    """Whose figures these are. A line that begins with `this machine: ` is not compared by nbval."""
-    source = content["provenance"]
-    device = source["gpu"]["name"] if source["gpu"] else source["cpu"]
-    changes = " and changes" if source["dirty"] else ""
-    origin = f"{device}, torch {source['versions']['torch']}, commit {str(source['commit'])[:7]}{changes}"
-    if path == COMMITTED:
-        return f"committed results, {path.relative_to(ROOT).as_posix()}: {origin}"
-    return f"this machine: {origin}"
 
 
 @dataclass(frozen=True)

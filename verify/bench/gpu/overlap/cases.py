@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from refimpl import PoolSpec, presets
 from verify.arena import ALIGNMENT
-from verify.bench.gpu.overlap_layers import Shape
+from verify.bench.gpu.overlap.layers import Shape
 
 Way = tuple[str, str]  # layout, backend
 

@@ -1,0 +1,64 @@
+"""Devices by name: "cpu", "cuda:1", "emulated:0": a platform, and a number where it has several devices.
+
+A pool belongs to one device. A name without a number is settled once, when the pool is made; from then on it does not
+matter which GPU is the current one.
+"""
+
+from __future__ import annotations
+
+import re
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+NAME = re.compile(r"(cuda|emulated)(:\d+)?|(?!cuda|emulated).*")
+
+
+def platform_of(device: str) -> str:
+    """
+    >>> platform_of("cuda:1"), platform_of("cpu")
+    ('cuda', 'cpu')
+    """
+    return device.partition(":")[0]
+
+
+def number_of(device: str) -> int:
+    """Of a name that is settled; a platform with one device has number 0.
+
+    >>> number_of("emulated:1"), number_of("cpu")
+    (1, 0)
+    """
+    return int(device.partition(":")[2] or 0)
+
+
+def settled(device: str) -> str:
+    """The name with its number: "cuda" is the GPU that is current now. `ValueError` where the number is none.
+
+    >>> settled("cuda:1"), settled("emulated"), settled("cpu")
+    ('cuda:1', 'emulated:0', 'cpu')
+    """
+    if not NAME.fullmatch(device):
+        raise ValueError(f"{device!r} names no device: write 'cuda:1' for the second GPU, 'cuda' for the current one")
+    if device == "cuda":
+        return f"cuda:{torch.cuda.current_device() if torch.cuda.is_available() else 0}"
+    return "emulated:0" if device == "emulated" else device
+
+
+def memory_of(device: str) -> str:
+    """Where its memory is, as torch says it.
+
+    >>> memory_of("cuda:1"), memory_of("emulated:1")
+    ('cuda:1', 'cpu')
+    """
+    return "cpu" if platform_of(device) == "emulated" else device
+
+
+def others_of_its_platform(device: str, other: str) -> bool:
+    """Whether two names are of one platform and yet of two devices."""
+    return device != other and platform_of(device) == platform_of(other)
+
+
+def current(device: str) -> AbstractContextManager[Any]:
+    """Inside, a GPU is the current one; other devices have no such state."""
+    return torch.cuda.device(number_of(device)) if platform_of(device) == "cuda" else nullcontext()

@@ -1,0 +1,52 @@
+"""What the programs of `verify` share in reading their arguments: mistakes are told in one line, with exit code 2."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable, Iterable
+from typing import NoReturn
+
+UNITS = {"": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+
+
+class Parser(argparse.ArgumentParser):
+    """Mistakes are told without the usage before them."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}\n")
+
+
+def listed(names: Iterable[str]) -> str:
+    return ", ".join(names)
+
+
+def one_of(what: str, known: Iterable[str]) -> Callable[[str], tuple[str, ...]]:
+    """A type for argparse: names, separated by commas, each of them known."""
+
+    def parse(text: str) -> tuple[str, ...]:
+        names = tuple(dict.fromkeys(name.strip() for name in text.split(",")))
+        for name in names:
+            if name not in known:
+                raise argparse.ArgumentTypeError(f"there is no {what} {name!r}; there are {listed(known)}")
+        return names
+
+    return parse
+
+
+def positive(text: str) -> int:
+    if not re.fullmatch(r"\d+", text) or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a positive integer, got {text!r}")
+    return int(text)
+
+
+def nbytes(text: str) -> int:
+    """A size in bytes.
+
+    >>> [nbytes(text) for text in ("4096", "16KiB", "2 MB")]
+    [4096, 16384, 2000000]
+    """
+    found = re.fullmatch(r"(\d+)\s*([a-z]*)", text.strip(), re.IGNORECASE)
+    if not found or found[2].upper() not in UNITS or not int(found[1]):
+        raise argparse.ArgumentTypeError(f"must be a size such as 16MiB, got {text!r}")
+    return int(found[1]) * UNITS[found[2].upper()]

@@ -1,0 +1,348 @@
+"""The benchmark of ranks, without a GPU: what it writes down follows from samples, and no rank waits for ever."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import threading
+import time
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+
+from kernels_cupy.runtimes import runtime
+from kernels_cupy.sm_copy import SmCopy
+from refimpl.receipt import Receipt
+from verify.bench.gpu.cases import Case
+from verify.bench.gpu.ranks import __main__ as program
+from verify.bench.gpu.ranks import cases, meeting, report
+from verify.bench.gpu.ranks.cases import Play, Task, plays
+from verify.bench.gpu.ranks.meeting import Meeting
+from verify.bench.gpu.ranks.rank import Orders, Rank
+from verify.bench.gpu.ranks.record import Played, compare
+from verify.bench.record import Timing
+from verify.toys import TOYS
+
+DEVICES = ("emulated:0", "emulated:1")
+TOY = Case("toy", TOYS["mha"](2), pages=3)
+TASKS = (Task(TOY, "page_first", "kernel"), Task(TOY, "page_first", "staged"), Task(TOY, "page_head", "direct"))
+
+Answer = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def content() -> Answer:
+    """Of two processes."""
+    (*_, last) = program.run(DEVICES, TASKS, 2000, samples=2, slow_s=60, seconds=60)
+    return last
+
+
+@pytest.mark.emulated
+def test_a_result_file_follows_its_schema(content: Answer) -> None:
+    schema = json.loads(program.SCHEMA.read_text(encoding="utf-8"))
+    jsonschema.Draft202012Validator.check_schema(schema)
+    jsonschema.validate(content, schema)
+
+
+@pytest.mark.emulated
+def test_every_play_of_every_cell_is_measured(content: Answer) -> None:
+    assert [device["device"] for device in content["devices"]] == list(DEVICES)
+    found = [(row["layout"], cell["backend"]) for row in content["rows"] for cell in row["cells"]]
+    assert found == [(task.layout, task.backend) for task in TASKS]
+    played = [(play.name, list(play.directions)) for play in plays(2)]
+    for row in content["rows"]:
+        for cell in row["cells"]:
+            assert (cell["status"], cell["path"]) == ("measured", [cell["backend"]] * 2)
+            assert [(p["play"], p["directions"]) for p in cell["plays"]] == played
+            for p in cell["plays"]:
+                resting = [timing is None for timing in p["timings"]]
+                assert resting == [direction is None for direction in p["directions"]]
+                assert all(len(timing["samples_s"]) == 2 for timing in p["timings"] if timing)
+
+
+@pytest.mark.emulated
+def test_what_is_written_down_follows_from_the_samples(content: Answer) -> None:
+    limits = {(c["play"], *c["directions"]): c["sum_gb_per_s"] for c in content["ceilings"]}
+    for row in content["rows"]:
+        for cell in row["cells"]:
+            alone: dict[tuple[int, str], float] = {}
+            for p in cell["plays"]:
+                rates = {
+                    at: row["payload_bytes"] / statistics.median(timing["samples_s"]) / 1e9
+                    for at, timing in enumerate(p["timings"])
+                    if timing
+                }
+                assert p["sum_gb_per_s"] == pytest.approx(sum(rates.values()))
+                limit = limits[p["play"], *p["directions"]]
+                assert p["percent_of_ceiling"] == pytest.approx(100 * sum(rates.values()) / limit)
+                if p["play"] == "alone":
+                    ((at, rate),) = rates.items()
+                    alone[at, p["directions"][at]] = rate
+                else:
+                    kept = [rates[at] / alone[at, p["directions"][at]] for at in range(2)]
+                    assert p["kept"] == pytest.approx(kept)
+
+
+@pytest.mark.emulated
+def test_reports_are_made_of_what_was_measured(content: Answer) -> None:
+    text = "\n".join(report.summary(content))
+    for task in TASKS:
+        assert task.backend in text
+    assert len(report.rates(content).body) == len(TASKS)
+    (first, *backends) = report.kept(content).body
+    assert first[0] == "plain copy"
+    assert sorted(line[0] for line in backends) == ["direct", "kernel", "staged"]
+    title = report.title(content)
+    for c in content["ceilings"]:
+        if c["play"] == "same":
+            assert f"both {c['directions'][0]} {c['sum_gb_per_s']:.1f} GB/s" in title
+
+
+def test_backends_that_lose_least_come_first() -> None:
+    def play(*kept: float) -> Answer:
+        return {"play": "opposite", "directions": ["backup", "load"], "kept": list(kept), "percent_of_ceiling": 50.0}
+
+    def both(direction: str, kept: float) -> Answer:
+        return {"play": "same", "directions": [direction] * 2, "kept": [kept] * 2, "percent_of_ceiling": 40.0}
+
+    def cell(backend: str, kept: float) -> Answer:
+        return {
+            "backend": backend,
+            "status": "measured",
+            "plays": [both("backup", kept), both("load", kept), play(kept, kept)],
+        }
+
+    ceilings = [dict(p, sum_gb_per_s=9.0) for p in cell("", 1.0)["plays"]]
+    rows = [{"cells": [cell("direct", 0.5), cell("kernel", 0.9), {"backend": "staged", "status": "failed"}]}]
+    found = report.kept({"devices": [{"device": "one", "gpu": None}], "ceilings": ceilings, "rows": rows}).body
+    assert [line[0] for line in found] == ["plain copy", "kernel", "direct"]
+    assert found[1][2:] == ["90", "90", "90", "40", "40", "50"]
+
+
+def test_a_rank_keeps_a_share_of_its_own_rate_alone() -> None:
+    """Not of the other rank's, and not of the other direction's."""
+
+    def played(name: str, directions: tuple[str | None, ...], rates: list[float | None]) -> Played:
+        timings = [Timing([1.0, 1.0]) if rate else None for rate in rates]
+        return Played(name, list(directions), timings, rates, sum(rate or 0 for rate in rates))
+
+    found = [
+        played("alone", ("backup", None), [50.0, None]),
+        played("alone", (None, "backup"), [None, 40.0]),
+        played("alone", ("load", None), [25.0, None]),
+        played("alone", (None, "load"), [None, 20.0]),
+        played("same", ("backup", "backup"), [30.0, 30.0]),
+        played("opposite", ("load", "backup"), [5.0, 30.0]),
+    ]
+    compare(found, [played(p.play, tuple(p.directions), [100.0, None]) for p in found])
+    assert [p.kept for p in found[4:]] == [[0.6, 0.75], [0.2, 0.75]]
+    assert [p.percent_of_ceiling for p in found] == [50, 40, 25, 20, 60, 35]
+
+
+def test_pools_are_those_of_a_tensor_parallel_rank() -> None:
+    found = list(cases.tasks(("llama-3.1-8b", "deepseek-v3"), cases.LAYOUTS, cases.BACKENDS, 2))
+    heads = {task.case.name: [c.heads for c in task.case.spec.components] for task in found}
+    assert heads == {"llama-3.1-8b": [4, 4], "deepseek-v3": [None]}
+    assert ("page_head", "deepseek-v3") not in {(task.layout, task.case.name) for task in found}
+    assert ("layer_first", "staged") not in {(task.layout, task.backend) for task in found}
+
+
+# ---- ranks that wait for each other, as threads
+
+
+def at_once(work: Callable[[int], Any], ranks: int = 2) -> list[Any]:
+    """What work comes to, or raises, by rank."""
+    found: list[Any] = [None] * ranks
+
+    def run(rank: int) -> None:
+        try:
+            found[rank] = work(rank)
+        except BaseException as error:
+            found[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive(), "a rank waits for ever"
+    return found
+
+
+def shared(ranks: int = 2) -> memoryview:
+    return memoryview(bytearray(meeting.nbytes(ranks)))
+
+
+def test_a_vote_is_told_to_all_alike() -> None:
+    memory, ballots = shared(3), [[True, True, True], [True, False, True], [False, True, True], [True, True, True]]
+
+    def votes(rank: int) -> list[bool]:
+        mine = Meeting(memory, rank, 3)
+        return [mine.meet(ballot[rank]) for ballot in ballots]
+
+    assert at_once(votes, 3) == [[True, False, False, True]] * 3
+
+
+def test_nobody_goes_on_before_all_are_there() -> None:
+    memory, came = shared(), [0.0, 0.0]
+
+    def meets(rank: int) -> float:
+        mine = Meeting(memory, rank, 2)
+        time.sleep(0.2 * rank)
+        came[rank] = time.monotonic()
+        mine.meet()
+        return time.monotonic()
+
+    assert min(at_once(meets)) >= max(came)
+
+
+def test_who_does_not_come_is_named() -> None:
+    with pytest.raises(TimeoutError, match=r"rank 1 has not come within 0 s"):
+        Meeting(shared(), 0, 2, timeout=0.05).meet()
+
+
+def test_a_play_ends_when_all_have_what_they_need() -> None:
+    memory, turns = shared(), [0, 0]
+
+    def plays_on(rank: int) -> None:
+        mine = Meeting(memory, rank, 2)
+        for _ in range(50):
+            mine.meet()
+            mine.begin()
+            if rank == 0:
+                mine.rest()
+                continue
+            while not mine.all_ended():
+                turns[rank] += 1
+                mine.end()
+
+    assert at_once(plays_on) == [None, None]
+    assert turns[1] >= 50
+
+
+def answered(tasks: tuple[Task, ...] = TASKS[:1], until: float = 0.0, slow_s: float = 60.0) -> list[list[Answer]]:
+    """What two ranks answer, plain copies first."""
+    orders = Orders(DEVICES, tasks, 2000, 2, slow_s, 0, until or time.monotonic() + 60)
+    memory = shared()
+
+    def work(rank: int) -> list[Answer]:
+        port = runtime(DEVICES[rank])
+        with port.on(port.stream()):
+            at_work = Rank(orders, rank, Meeting(memory, rank, 2))
+            try:
+                return list(at_work.answers())
+            finally:
+                at_work.close()
+
+    return at_once(work)
+
+
+Execute = Callable[..., Receipt]
+
+
+def on_the_second(monkeypatch: pytest.MonkeyPatch, instead: Callable[[Execute, int], Execute]) -> None:
+    """Backend `kernel` of the second device does something else at its n-th transfer."""
+    execute, count = SmCopy.execute, [0]
+
+    def replaced(self: SmCopy, *arguments: Any) -> Receipt:
+        if self._runtime.name == DEVICES[0]:
+            return execute(self, *arguments)
+        count[0] += 1
+        return instead(execute, count[0])(self, *arguments)
+
+    monkeypatch.setattr(SmCopy, "execute", replaced)
+
+
+@pytest.mark.emulated
+@pytest.mark.parametrize("at", [1, 3, 5])
+def test_wrong_bytes_of_one_rank_are_found_and_no_rate_is_told(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A load or a backup that moves nothing; in a play, one that writes where nobody else does."""
+
+    def nothing(self: SmCopy, plan: Any, layers: Any, items: Any, direction: str) -> Receipt:
+        if at == 5:
+            plan.moves[0].host.tensors[0].fill_(0)
+        return Receipt("kernel")
+
+    on_the_second(monkeypatch, lambda execute, number: nothing if number == at else execute)
+    first, second = (answers[1] for answers in answered())
+    if at < 5:
+        assert first == {"status": "left out", "reason": "another rank could not take part"}
+        assert second["status"] == "wrong"
+        assert second["reason"].startswith("load: byte" if at == 1 else "backup: byte")
+    else:
+        assert (first["status"], second["status"]) == ("measured", "wrong")
+        assert second["reason"].startswith("after the plays: byte")
+
+
+@pytest.mark.emulated
+@pytest.mark.parametrize("at", [1, 6])
+def test_a_rank_that_raises_keeps_no_other_waiting(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When it is verified, and in the middle of a play; the next task is measured again."""
+
+    def fails(*arguments: Any) -> Receipt:
+        raise RuntimeError("out of order")
+
+    on_the_second(monkeypatch, lambda execute, number: fails if number == at else execute)
+    first, second = answered(TASKS[:1] * 2)
+    assert (second[1]["status"], second[1]["reason"]) == ("failed", "RuntimeError: out of order")
+    assert [answers[2]["status"] for answers in (first, second)] == ["measured", "measured"]
+
+
+@pytest.mark.emulated
+def test_what_has_not_begun_when_the_time_is_up_is_left_out_by_all() -> None:
+    for answers in answered(until=time.monotonic() - 1):
+        assert answers[1] == {"status": "left out", "reason": "the time was up"}
+        assert len(answers[0]["samples"]) == len(plays(2)), "plain copies are always measured"
+
+
+@pytest.mark.emulated
+def test_what_takes_too_long_to_be_repeated_is_left_out() -> None:
+    for answers in answered(slow_s=1e-9):
+        assert answers[1]["status"] == "left out"
+        assert answers[1]["reason"].endswith("s, and every play repeats it")
+
+
+def test_one_device_is_not_enough(capsys: pytest.CaptureFixture[str]) -> None:
+    assert program.main(["--devices", "emulated:0"]) == 2
+    assert "two devices are needed at least, here are ['emulated:0']" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_plays_are_made_for_any_number_of_ranks(ranks: int) -> None:
+    found = plays(ranks)
+    assert len(found) == len(set(found)) == 2 * ranks + 4
+    assert all(len(play.directions) == ranks for play in found)
+    for play in found:
+        moving = [direction for direction in play.directions if direction]
+        assert {"alone": 1, "same": ranks, "opposite": ranks}[play.name] == len(moving)
+        assert len(set(moving)) == (2 if play.name == "opposite" else 1)
+        if play.name == "opposite":
+            assert all(a != b for a, b in pairwise(moving))
+
+
+def test_a_play_without_samples_of_a_rank_is_one_in_which_it_rests() -> None:
+    found = Played.of(Play("alone", (None, "load")), [[], [0.5, 0.5]], 10**9)
+    assert (found.timings[0], found.gb_per_s, found.sum_gb_per_s) == (None, [None, 2.0], 2.0)
+
+
+def test_a_file_is_written_as_it_grows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: Answer) -> None:
+    monkeypatch.setattr(program, "run", lambda *arguments: iter([content]))
+    path = tmp_path / "h200-x2" / "ranks.json"
+    assert program.main(["--devices", ",".join(DEVICES), "--out", str(path)]) == 0
+    assert json.loads(path.read_text(encoding="utf-8")) == content
+
+
+RESULTS = sorted((program.ROOT / "data" / "results").glob("*/ranks.json"))
+
+
+@pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.parent.name)
+def test_committed_results_are_clean_and_whole(path: Path) -> None:
+    found = json.loads(path.read_text(encoding="utf-8"))
+    jsonschema.validate(found, json.loads(program.SCHEMA.read_text(encoding="utf-8")))
+    assert found["provenance"]["commit"]
+    assert found["provenance"]["dirty"] is False
+    assert {cell["status"] for row in found["rows"] for cell in row["cells"]} <= {"measured", "left out"}
