@@ -7,6 +7,7 @@ import hashlib
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from unittest.mock import patch
 
@@ -16,8 +17,8 @@ sys.path.append(str(HERE.parent))  # a checkout works without being installed
 import matplotlib.pyplot as plt  # noqa: E402
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
+from IPython.display import Markdown, display  # noqa: E402
 from matplotlib.axes import Axes  # noqa: E402
-from matplotlib.colors import LogNorm, Normalize  # noqa: E402
 from matplotlib.figure import Figure  # noqa: E402
 from matplotlib.lines import Line2D  # noqa: E402
 from matplotlib.patches import ConnectionPatch, Polygon, Rectangle  # noqa: E402
@@ -45,19 +46,32 @@ COLOURS = dict(zip(LAYOUTS, ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A
 # ---- text
 
 
+def say(*paragraphs: str) -> None:
+    """Show sentences as Markdown, which a page breaks between words; `1. …` and `- …` are items of lists."""
+    display(Markdown("\n\n".join(paragraphs)))
+
+
 def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    """Print a table, numbers with separators and to the right. A heading may have several lines."""
+    """Print a table, numbers with separators and to the right. Headings and cells may have several lines."""
     stacked = [name.split("\n") for name in header]
     height = max(map(len, stacked))
     heads = [["", *[""] * (height - len(lines) - 1), *lines][-height:] for lines in stacked]
-    text = [[f"{c:,}" if isinstance(c, int) else str(c) for c in row] for row in rows]
+    text = [line for row in rows for line in _lines(row)]
     right = [all(isinstance(row[i], int) for row in rows) for i in range(len(header))]
     columns = [[*head, *(line[i] for line in text)] for i, head in enumerate(heads)]
     widths = [max(map(len, column)) for column in columns]
     for number, line in enumerate(zip(*columns, strict=True)):
         if number == height:
             print("  ".join("-" * w for w in widths))
-        print("  ".join(c.rjust(w) if r else c.ljust(w) for c, w, r in zip(line, widths, right, strict=True)).rstrip())
+        print(
+            "  ".join(c.rjust(w) if r else c.ljust(w) for c, w, r in zip(line, widths, right, strict=True)).rstrip()
+        )
+
+
+def _lines(row: Sequence[object]) -> Iterator[tuple[str, ...]]:
+    """A row of a table, line by line."""
+    cells = [f"{cell:,}" if isinstance(cell, int) else str(cell) for cell in row]
+    return zip_longest(*(cell.split("\n") for cell in cells), fillvalue="")
 
 
 def size(nbytes: int) -> str:
@@ -176,8 +190,8 @@ def marked_ranges(
 ) -> list[int]:
     """Lengths in bytes of the contiguous ranges that a selection of page 1 (of 3) takes in host memory.
 
-    The selection is marked on the device, the oracle backs it up, and raw host memory is searched for marks. A byte of
-    the pool stands for `scale` bytes, so that a real geometry can be looked at in a small pool.
+    The selection is marked on the device, the oracle backs it up, and raw host memory is searched for marks. A byte
+    of the pool stands for `scale` bytes, so that a real geometry can be looked at in a small pool.
     """
     device, host = DevicePool(spec, 3), HostPool(spec, layout, 3)
     for component in components:
@@ -354,7 +368,9 @@ def draw_row(spec: PoolSpec, entry_ranges: Sequence[tuple[int, int]], zoom: int)
             for x in range(begin, begin + segment.entries * segment.bytes, segment.bytes):
                 ax.add_patch(Rectangle((x, 0), segment.bytes, 1, facecolor=colour, **edges))
             begin += segment.entries * segment.bytes
-        ax.add_patch(Rectangle((begin, 0), padding, 1, facecolor="white", hatch="xxx" if ax is bottom else "", lw=0.6))
+        ax.add_patch(
+            Rectangle((begin, 0), padding, 1, facecolor="white", hatch="xxx" if ax is bottom else "", lw=0.6)
+        )
         for x, length in entry_ranges:
             ax.add_patch(Rectangle((x, 0), length, 1, facecolor="black", lw=0))
         ax.add_patch(Rectangle((0, 0), row.row_bytes, 1, fill=False, lw=1.2))
@@ -411,7 +427,7 @@ def _as_bytes(x: float, _: object) -> str:
     return size(int(x))
 
 
-def _as_count(x: float, _: object) -> str:
+def as_count(x: float, _: object) -> str:
     return f"{x:,.0f}"
 
 
@@ -427,7 +443,7 @@ def draw_dots(labels: Sequence[str], panels: dict[str, list[list[tuple[str, int]
                 ax.axhline(band - 0.5, color="#888888", lw=0.6)
         ax.set(xscale="log", xlabel=unit, ylim=(len(labels) - 0.5, -0.5))
         ax.set_xscale("log", base=2)
-        ax.xaxis.set_major_formatter(_as_bytes if "byte" in unit else _as_count)
+        ax.xaxis.set_major_formatter(_as_bytes if "byte" in unit else as_count)
         ax.set_yticks(range(len(labels)), labels)
         ax.grid(axis="y", visible=False)
         ax.tick_params(axis="y", length=0)
@@ -625,7 +641,10 @@ def draw_way(title: str, pool: DevicePool, page: int, found: Sequence[Strip], mo
     ax.grid(False)
     ax.spines[:].set_visible(False)
     ax.set_title(title, fontsize=10)
-    names = {"copy engine": "by the copy engine, one descriptor each", "kernel": "by threads of a kernel, one run each"}
+    names = {
+        "copy engine": "by the copy engine, one descriptor each",
+        "kernel": "by threads of a kernel, one run each",
+    }
     shown = [by for by in looks if any(piece.by == by for piece in moved)]
     shapes = [Rectangle((0, 0), 1, 1, edgecolor="#555555", lw=0.6, **looks[by]) for by in shown]
     figure.legend(shapes, [names[by] for by in shown], loc="outside lower center", ncols=2, fontsize=8.5)
@@ -778,9 +797,10 @@ Spread = tuple[int, float, float, float, bool]  # descriptors; slowest, median a
 def draw_descriptors(
     series: dict[str, dict[int, list[Spread]]], described: dict[int, float], bus: float, queue: tuple[int, int]
 ) -> Figure:
-    """A panel for each direction: GB/s over descriptors, a line for each bytes a run; dashed is what a host describes.
+    """A panel for each direction: GB/s over descriptors, a line for each length of runs.
 
-    Filled marks are of transfers that had all been submitted before the device began. The band is what a queue holds.
+    Filled marks are of transfers that had all been submitted before the device began. Dashed is what a host
+    describes, the band is what a queue holds.
     """
     figure, axes = plt.subplots(1, len(series), figsize=(9.6, 4.8), sharey=True, squeeze=False)
     looks = list(zip(("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#000000"), "os^Dv", strict=True))
@@ -878,80 +898,6 @@ def draw_states(rows: dict[str, list[tuple[str, str]]], columns: Sequence[str], 
     ax.set_title(title, fontsize=10)
     keys = [Rectangle((0, 0), 1, 1, facecolor=f, hatch=h, edgecolor="#555555") for f, h in STATES.values()]
     figure.legend(keys, list(STATES), loc="outside lower center", ncols=len(STATES), fontsize=9)
-    return figure
-
-
-# ---- pairings
-
-
-Fields = list[list[tuple[float, str] | None]]  # down and across: what shades a field, and what is written into it
-
-
-def draw_fields(
-    panels: dict[tuple[str, str], Fields],
-    down: Sequence[str],
-    across: Sequence[str],
-    unit: str,
-    limits: tuple[float, float] = (0, 100),
-    log: bool = False,
-) -> Figure:
-    """A heat map for each (line, column) of panels; hatched where there is nothing."""
-    lines, columns = (list(dict.fromkeys(key[i] for key in panels)) for i in (0, 1))
-    tall, wide = 0.3 * len(down) + 0.45, 4.8
-    figure, axes = plt.subplots(
-        len(lines), len(columns), squeeze=False, sharex=True, figsize=(wide * len(columns), tall * len(lines) + 0.5)
-    )
-    norm = (LogNorm if log else Normalize)(*limits, clip=True)
-    for (line, column), fields in panels.items():
-        ax = axes[lines.index(line), columns.index(column)]
-        for y, row in enumerate(fields):
-            for x, field in enumerate(row):
-                _draw_field(ax, x, y, field, norm)
-        ax.set(xlim=(0, len(across)), ylim=(len(down), 0))
-        ax.set_xticks([x + 0.5 for x in range(len(across))], across, fontsize=8.5)
-        ax.set_yticks([y + 0.5 for y in range(len(down))], down if column == columns[0] else [""] * len(down))
-        ax.tick_params(length=0)
-        ax.grid(False)
-        ax.spines[:].set_visible(False)
-        ax.set_title(f"{line} {column}", fontsize=10)
-    figure.supxlabel(unit, fontsize=8.5)
-    return figure
-
-
-def _draw_field(ax: Axes, x: int, y: int, field: tuple[float, str] | None, norm: Normalize) -> None:
-    if field is None:
-        ax.add_patch(Rectangle((x, y), 1, 1, facecolor="white", edgecolor="#AAAAAA", hatch="////", lw=0.5))
-        return
-    shade = float(norm(field[0]))
-    ax.add_patch(Rectangle((x, y), 1, 1, facecolor=plt.get_cmap()(shade), edgecolor="white", lw=1))
-    ink = "black" if shade > 0.5 else "white"
-    ax.text(x + 0.5, y + 0.5, field[1], ha="center", va="center", fontsize=8.5, color=ink)
-
-
-def draw_by_page(panels: dict[tuple[str, str], dict[str, list[tuple[int, float]]]]) -> Figure:
-    """Percent of the ceiling over tokens a page, a line for each backend; a panel for each (layout, direction)."""
-    across, down = (list(dict.fromkeys(key[i] for key in panels)) for i in (0, 1))
-    figure, axes = plt.subplots(
-        len(down), len(across), squeeze=False, sharex=True, sharey=True, figsize=(9.6, 1.9 * len(down) + 0.7)
-    )
-    for (layout, direction), by_backend in panels.items():
-        ax = axes[down.index(direction), across.index(layout)]
-        for backend, marks in by_backend.items():
-            colour, marker, _ = WAYS[backend]
-            ax.plot(*zip(*marks, strict=True), marker=marker, color=colour, mfc="none", mew=1.3, label=backend)
-        ax.axhline(100, color="#555555", lw=1, ls="--", marker="")
-        ax.set_xscale("log", base=2)
-        ax.set_xticks(sorted({page for lines in panels.values() for line in lines.values() for page, _ in line}))
-        ax.xaxis.set_major_formatter(_as_count)
-        ax.minorticks_off()
-        ax.set_ylim(0, 108)
-        ax.set_title(f"{HEADINGS[layout]}\n{direction}", fontsize=8.5)
-    for ax in axes[-1]:
-        ax.set_xlabel("tokens a page", fontsize=8.5)
-    for ax in axes[:, 0]:
-        ax.set_ylabel("% of the ceiling", fontsize=8.5)
-    shown = {name: handle for ax in axes.flat for handle, name in zip(*ax.get_legend_handles_labels(), strict=True)}
-    figure.legend(list(shown.values()), list(shown), loc="outside lower center", ncols=3)
     return figure
 
 

@@ -119,7 +119,11 @@ def draw_first_token(panels: Sequence[Curves]) -> Figure:
         ax.set_xlabel("tokens of the prefix")
     for ax in axes[:, 0]:
         ax.set_ylabel("milliseconds")
-    looks = (("computed again", RECOMPUTED), ("loaded, the fastest way", LOADED), ("break-even", ("#D55E00", "", ":")))
+    looks = (
+        ("computed again", RECOMPUTED),
+        ("loaded, the fastest way", LOADED),
+        ("break-even", ("#D55E00", "", ":")),
+    )
     keys = [Line2D([], [], color=c, marker=m, ls=line, mfc="none", label=name) for name, (c, m, line) in looks]
     figure.legend(handles=keys, loc="outside lower center", ncols=3, fontsize=9)
     return figure

@@ -8,7 +8,7 @@ by bytes, a rider has exactly the pages of the pool it rides on, and what cannot
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -87,12 +87,18 @@ class Stack:
         ]
 
     def describe(self) -> str:
-        """A table: per pool whose indices it uses, how it is laid out and moved, its host tensors, pages and bytes."""
-        rows = [_row(self.owner(name), pool, self.device[name]) for name, pool in self.host.pools.items()]
-        nbytes = sum(pool.nbytes for pool in self.host.pools.values())
-        staging = sum(pool.staging_bytes for pool in self.host.pools.values())
-        total = ["total", *[""] * 7, f"{nbytes:,}", f"{staging:,}", ""]
-        return _table([list(HEAD), *rows, total])
+        """Two tables: whose indices a pool uses, how it is laid out and moved, its tensors; then pages and bytes."""
+        made, sizes = [], []
+        for name, pool in self.host.pools.items():
+            first, *others = _tensors(pool) or ["none"]
+            paths = [pool.paths[direction].name for direction in ("backup", "load")]
+            made.append([name, self.owner(name), pool.layout, pool.backend, *paths, first])
+            made += [["", "", "", "", "", "", other] for other in others]
+            sizes.append((name, self.device[name].num_pages, pool.num_pages, pool.nbytes, pool.staging_bytes))
+        nbytes, staging = (sum(column) for column in list(zip(*sizes, strict=True))[-2:])
+        figures = [[name, *(f"{n:,}" for n in numbers)] for name, *numbers in sizes]
+        figures.append(["total", "", "", f"{nbytes:,}", f"{staging:,}"])
+        return f"{_table(MADE, made, str.ljust)}\n\n{_table(SIZES, figures, str.rjust)}"
 
     __str__ = describe
 
@@ -366,13 +372,10 @@ def _require_known(specs: Specs, named: Mapping[str, object], argument: str) -> 
         raise ValueError(f"{argument} names {unknown}, which the stack lacks; it has {list(specs)}")
 
 
-# ---- the table
+# ---- the tables
 
-HEAD = (
-    *("pool", "indices of", "layout", "backend", "backup", "load"),
-    *("device pages", "host pages", "host bytes", "staging bytes", "host tensors"),
-)
-FIGURES = range(HEAD.index("device pages"), HEAD.index("host tensors"))
+MADE = ["pool", "indices of", "layout", "backend", "backup", "load", "host tensors"]
+SIZES = ["pool", "device pages", "host pages", "host bytes", "staging bytes"]
 
 
 def _halves(buffer: Buffer) -> bool:
@@ -380,28 +383,21 @@ def _halves(buffer: Buffer) -> bool:
     return len(buffer.components) > 1 and buffer.axes[0] == "component"
 
 
-def _row(owner: str, pool: HostPool, device: DevicePool) -> list[str]:
-    paths = [pool.paths[direction].name for direction in ("backup", "load")]
-    tensors = [_tensors(buffer, pool) for buffer in buffers(pool.spec, pool.layout, pool.num_pages)]
-    figures = [f"{n:,}" for n in (device.num_pages, pool.num_pages, pool.nbytes, pool.staging_bytes)]
-    return [pool.spec.name, owner, pool.layout, pool.backend, *paths, *figures, ", ".join(tensors) or "none"]
+def _tensors(pool: HostPool) -> list[str]:
+    """Dtype and shape of the tensors of each buffer."""
+    found = []
+    for buffer in buffers(pool.spec, pool.layout, pool.num_pages):
+        times = f"{len(buffer.tensor_layers)} × " if buffer.per_layer else ""
+        shape = upstream_shape(buffer, pool.spec.family, pool.layout)
+        found.append(f"{times}{str(buffer.dtype).removeprefix('torch.')} {shape}")
+    return found
 
 
-def _tensors(buffer: Buffer, pool: HostPool) -> str:
-    times = f"{len(buffer.tensor_layers)} × " if buffer.per_layer else ""
-    shape = upstream_shape(buffer, pool.spec.family, pool.layout)
-    return f"{times}{str(buffer.dtype).removeprefix('torch.')} {shape}"
-
-
-def _table(rows: list[list[str]]) -> str:
-    """Columns under their heads, figures to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [
-        "  ".join(
-            text.rjust(width) if at in FIGURES else text.ljust(width)
-            for at, (text, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
-    rule = "-" * max(map(len, lines))
-    return "\n".join([lines[0], rule, *lines[1:-1], rule, lines[-1]])
+def _table(head: list[str], rows: list[list[str]], justified: Callable[[str, int], str]) -> str:
+    """Names to the left, all other columns as `justified` puts them, under their heads."""
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    lines = []
+    for name, *texts in (head, ["-" * width for width in widths], *rows):
+        cells = [justified(text, width) for text, width in zip(texts, widths[1:], strict=True)]
+        lines.append("  ".join([name.ljust(widths[0]), *cells]).rstrip())
+    return "\n".join(lines)

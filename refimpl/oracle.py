@@ -35,7 +35,12 @@ def load(
     _transfer(host, device, host_indices, device_indices, "load", layers, assign_by_indexing)
 
 
-def assign_by_loops(to: torch.Tensor, source: torch.Tensor, to_pages: list[int], source_pages: list[int]) -> None:
+def assign_by_loops(
+    to: torch.Tensor,
+    source: torch.Tensor,
+    to_pages: list[int],
+    source_pages: list[int],
+) -> None:
     """`to[p] = source[q]` for each pair of pages, one element at a time."""
     _, tokens, groups, heads, lanes = to.shape
     for p, q in zip(to_pages, source_pages, strict=True):

@@ -39,7 +39,7 @@ BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-c
 WIDTH, HEIGHT = 1440, 900  # of the window, before it grows to the length of a notebook
 START_TIMEOUT = 60  # seconds
 # Lab shows the first of these that an output offers.
-SHOWN = ("text/html", "image/svg+xml", "image/png", "text/plain")
+SHOWN = ("text/html", "text/markdown", "image/svg+xml", "image/png", "text/plain")
 STDERR = "application/vnd.jupyter.stderr"  # tracebacks too
 # Lab would ask every new reader whether it may fetch news.
 SETTINGS = {"@jupyterlab/apputils-extension:notification": {"fetchNews": "false", "checkForUpdates": False}}

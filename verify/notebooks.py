@@ -69,6 +69,7 @@ PARAMETERS: dict[str, str] = {
     "RESULTS": "committed",
 }
 PROGRESS_BAR = re.compile(r"\d+%\|")
+LONGEST = 110  # columns of a printed line: JupyterLab breaks longer ones, in the middle of a word
 
 
 @dataclass(frozen=True)
@@ -176,14 +177,14 @@ def nbval_command(paths: Iterable[Path], workers: str = "auto") -> list[str]:
 
 
 def problems(nb: NotebookNode) -> list[str]:
-    """What nbval would not notice: cells that never ran, stored errors and broken magics."""
+    """What nbval would not notice: cells that never ran, stored errors, broken magics and lines that are too long."""
     counts = [cell.execution_count for cell in code_cells(nb)]
     found = []
     if None in counts:
         found.append(f"code cell {counts.index(None)} never ran, its output would not be compared")
     elif counts != list(range(1, len(counts) + 1)):
         found.append("cells were not run once each from top to bottom")
-    return found + faults(nb)
+    return found + faults(nb) + long_lines(nb)
 
 
 def faults(nb: NotebookNode) -> list[str]:
@@ -202,6 +203,17 @@ def faults(nb: NotebookNode) -> list[str]:
                 stray = [line for line in lines if not PROGRESS_BAR.search(line)]
                 if stray:
                     found.append(f"code cell {number} writes to stderr: {stray[0]}")
+    return found
+
+
+def long_lines(nb: NotebookNode) -> list[str]:
+    """Printed lines that a reader would see broken. Markdown is not among them, it is wrapped between words."""
+    found = []
+    for number, cell in enumerate(code_cells(nb)):
+        shown = [output.get("text") or output.get("data", {}).get("text/plain", "") for output in cell.outputs]
+        for line, text in enumerate("\n".join(shown).splitlines(), 1):
+            if len(text) > LONGEST:
+                found.append(f"code cell {number}, line {line} has {len(text)} columns of {LONGEST}: {text[:40]}…")
     return found
 
 

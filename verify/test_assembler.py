@@ -27,7 +27,7 @@ from refimpl import (
     support,
 )
 from refimpl.backends import registry
-from refimpl.layout import LAYOUTS
+from refimpl.layout import LAYOUTS, buffers
 from refimpl.pinned import Block
 from verify import fill
 from verify.toys import STACKS
@@ -643,11 +643,33 @@ def _others(kind: str, pool: str) -> dict[str, tuple[str, str]]:
 def test_printing_a_stack_tells_what_was_built() -> None:
     with build_stack(STACKS["v4"](P), pools={"swa": ("layer_first", "numba")}, device_pages=5, host_ratio=2) as stack:
         lines = str(stack).splitlines()
-        cells = [" ".join(line.split()) for line in lines if not line.startswith("-")]
-        assert [row.split()[0] for row in cells] == ["pool", *stack.specs, "total"]
-        assert cells[1] == "kv kv page_first torch torch torch 5 10 0 0 none"
-        assert cells[2] == "swa swa layer_first numba numba numba 5 10 2,450 0 5 × uint8 (10, 49)"
-        assert cells[6] == "c4_state swa page_first torch torch torch 5 10 880 0 uint8 (10, 2, 44)"
-        assert cells[-1] == "total 4,550 0"
+        made, sizes = (
+            [" ".join(line.split()) for line in part.splitlines() if not line.startswith("-")]
+            for part in str(stack).split("\n\n")
+        )
+        assert [row.split()[0] for row in made] == ["pool", *stack.specs]
+        assert [row.split()[0] for row in sizes] == ["pool", *stack.specs, "total"]
+        assert made[1] == "kv kv page_first torch torch torch none"
+        assert made[2] == "swa swa layer_first numba numba numba 5 × uint8 (10, 49)"
+        assert made[6] == "c4_state swa page_first torch torch torch uint8 (10, 2, 44)"
+        assert sizes[1] == "kv 5 10 0 0"
+        assert sizes[2] == "swa 5 10 2,450 0"
+        assert sizes[6] == "c4_state 5 10 880 0"
+        assert sizes[-1] == "total 4,550 0"
         assert stack.describe() == str(stack)
     assert str(stack).splitlines() == lines
+
+
+@pytest.mark.parametrize("model", presets.MODELS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_printed_stack_fits_into_a_terminal(model: str, layout: str) -> None:
+    """Every tensor of a pool has a line of its own."""
+    specs = presets.model(model, tp=8)
+    others = {
+        n: ("page_first_direct", "torch") for n, spec in specs.items() if not support(spec, layout, "torch", "load")
+    }
+    with build_stack(model, layout, pools=others, tp=8, device_pages=2, host_ratio=1) as stack:
+        lines = str(stack).splitlines()
+    assert max(map(len, lines)) <= 110
+    shapes = sum(line.count("(") for line in lines)
+    assert shapes == sum(len(buffers(pool.spec, pool.layout, pool.num_pages)) for pool in stack.host.pools.values())

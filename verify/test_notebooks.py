@@ -129,8 +129,13 @@ def stored_error(cells: list[NotebookNode]) -> None:
     cells[0].outputs = [nbformat.v4.new_output("error", ename="ZeroDivisionError", evalue="", traceback=[])]
 
 
+def long_line(cells: list[NotebookNode]) -> None:
+    cells[1].source = f"print('—' * {notebooks.LONGEST + 1})"
+    cells[1].outputs[0].text = "—" * (notebooks.LONGEST + 1) + "\n"
+
+
 PASS = [unchanged, noise, progress]
-FAIL = [checksum, lost_output, never_run, order, new_bad_magic, stored_bad_magic, stored_error]
+FAIL = [checksum, lost_output, never_run, order, new_bad_magic, stored_bad_magic, stored_error, long_line]
 
 
 @pytest.mark.timeout(120)
@@ -255,6 +260,12 @@ def test_parameters_of_the_shell_do_not_reach_what_is_committed(
     assert cell.outputs[0].text == "none committed\n"
 
 
+def said(nb: NotebookNode) -> str:
+    """All that cells print, and sentences that they show."""
+    outputs = [output for cell in notebooks.code_cells(nb) for output in cell.outputs]
+    return "\n".join(o.get("text") or o.get("data", {}).get("text/markdown", "") for o in outputs)
+
+
 def headings(nb: NotebookNode) -> list[str]:
     """What tables of a notebook's outputs are headed by: the line above each rule."""
     lines = [line for c in notebooks.code_cells(nb) for o in c.outputs for line in o.get("text", "").splitlines()]
@@ -278,6 +289,5 @@ def test_readers_with_and_without_a_gpu_get_the_same_text_and_tables(tmp_path: P
     assert [c.source for c in here_shown.cells] == [c.source for c in committed.cells]
     assert headings(here_shown) == headings(committed)
     assert len(headings(committed)) >= 4
-    said = "".join(o.get("text", "") for c in notebooks.code_cells(here_shown) for o in c.outputs)
-    assert "this machine: NVIDIA Toy; " in said
-    assert re.search(r"kv backup: take \w+ with (kernel|staged)", said), "direct is slow on that device"
+    assert "this machine: NVIDIA Toy; " in said(here_shown)
+    assert re.search(r"kv backup: take \w+ with (kernel|staged)", said(here_shown)), "direct is slow on that device"

@@ -11,15 +11,14 @@
 #
 # An LLM server keeps attention state in device memory and mirrors it in host memory, so that a prompt that was seen before needs no new prefill. **This notebook moves the pools of one model to the host and back, and proves that no byte was lost or misplaced.** It needs no GPU: the "device" is ordinary memory here, the rules are the same.
 #
-# You will see
+# In short:
 #
-# 1. which pools a model has, and what one page of each weighs;
-# 2. a device pool and a host pool built, a backup, a wipe, and a load to *other* pages;
-# 3. the proof: every byte of the destination compared with the oracle, and checksums before and after;
-# 4. a refusal, with its reason and what would work instead;
-# 5. which layouts and backends this model may use at all.
+# - A model is a handful of pools, and a pool is described by data: what a row is, and which layers have one.
+# - A backup, a wipe, and a load to *other* pages bring every byte back: all of the destination is compared with the oracle, and checksums before and after.
+# - What cannot work is refused before memory is taken or a byte moves, with the reason and with what would work instead.
+# - One table says which layouts and backends a model may use at all.
 #
-# Everything hangs on the first cell. Change it and run all cells, or set the environment variables of the same names (`make run MODEL=deepseek-v4-flash PAGES=4`).
+# Bytes are compared here, nothing is timed. Everything hangs on the first cell. Change it and run all cells, or set the environment variables of the same names (`make run MODEL=deepseek-v4-flash PAGES=4`).
 
 # %%
 import os
@@ -219,7 +218,9 @@ book.show_support(specs)
 # %%
 rows = []
 for layout in ("layer_first", "page_first", "page_first_direct", "page_head", "page_unified", "page_first_kv_split"):
-    answers = [support(main, layout, b, d, "cuda", "sglang") for b in ("kernel", "direct") for d in ("backup", "load")]
+    answers = [
+        support(main, layout, b, d, "cuda", "sglang") for b in ("kernel", "direct") for d in ("backup", "load")
+    ]
     rows.append([layout, *(answer.name if answer else "refused" for answer in answers)])
 book.table([f"SGLang, {main.name}", "kernel: backup", "kernel: load", "direct: backup", "direct: load"], rows)
 
@@ -246,5 +247,6 @@ print(f"{MODEL}, {LAYOUT}, {BACKEND}: {count} pages of {len(specs)} pool(s) back
 # - [01_layouts](01_layouts.ipynb): the six layouts drawn, byte by byte, and what is contiguous for whom.
 # - [02_transfers](02_transfers.ipynb): from the definition of a transfer to the runs that a backend executes, with the run lengths of every pairing of four models.
 # - [03_hybrid_stacks](03_hybrid_stacks.ipynb): all pools of a model at once, and who waits for whom.
+# - [04_pairings](04_pairings.ipynb): which layout with which backend for your model, measured, with advice.
 # - `refimpl/presets.py`: the models, each number with its source. A pool of your own is a `PoolSpec` like those.
 # - `make verify` checks all of this for every kind of pool; `make run MODEL=qwen3-next` runs the notebooks on another model.

@@ -20,7 +20,7 @@
 # - `page_unified` is one object a page, K and V included.
 # - `page_first_kv_split` is `page_first_direct` with the latent and the rope lanes of an MLA row in two buffers.
 #
-# Everything below is read from the memory of real pools.
+# Everything below is read from the memory of real pools. Places are shown here; what they mean for rates is measured in [04_pairings](04_pairings.ipynb).
 
 # %%
 import sys
@@ -61,7 +61,9 @@ for layout, pool in pools.items():
 for layout, pool in pools.items():
     wrong = 0
     for at, place in enumerate(book.places(pool)[0]):
-        where = byte_offset(tiny, layout, NUM_PAGES, place.component, place.page, place.layer, place.token, place.head)
+        where = byte_offset(
+            tiny, layout, NUM_PAGES, place.component, place.page, place.layer, place.token, place.head
+        )
         wrong += where != at * fill.WORD
     print(f"{layout}: {len(book.places(pool)[0])} words read, {wrong} elsewhere than byte_offset says")
     assert wrong == 0
@@ -152,7 +154,7 @@ def contiguity(spec, readers, scale=1):
     rows = []
     for name, part in readers.items():
         found = [book.marked_ranges(spec, layout, scale=scale, **part) for layout in layouts]
-        rows.append([name, *map(book.counted, found)])
+        rows.append([name, *(book.counted(lengths).replace(" + ", " +\n") for lengths in found)])
     book.table(["contiguous pieces of …", *(book.HEADINGS[n] for n in layouts)], rows)
     return rows
 
@@ -274,7 +276,7 @@ book.table(["pool", "layers", "row bytes", "segments (entries × bytes)", "paddi
 
 # %%
 names = tables.by_layout()
-book.table(names.head, names.body)
+book.table(names.head, [[*where, named.replace("; ", "\n")] for *where, named in names.body])
 
 # %% [markdown]
 # `python -m verify dictionary` prints every name with its order of axes and its source. It also lists pairs of names that a shape cannot tell apart: tensors that look alike and hold other bytes.
@@ -318,6 +320,7 @@ misread = {row[0]: row[1] for row in rows}
 # ## Pointers
 #
 # Those who move pages without copying them (RDMA, storage) ask for addresses. `get_contiguous_buf_infos` gives the fewest ranges in which page *i* begins at `address + i × item`; `get_page_buffer_meta` gives the pieces of given pages. Both are right in every layout. Addresses change from run to run, so they are shown relative to the first one.
+
 
 # %%
 def both(numbers):
@@ -379,7 +382,9 @@ assert half["page_unified"].startswith("1 ×"), "a rank's heads, K and V, in one
 assert half["page_head"].startswith("2 ×"), "a rank's heads in one piece of K and one of V"
 assert len({book.page_digest(pool, [PAGE]) for pool in pools.values()}) == 1, "page(i) does not depend on the layout"
 assert torch.equal(flat["layer_first"], flat["page_first_direct"])
-assert {layout for layout, wrong in misread.items() if not wrong} == {"page_first"}, "a flat page belongs to its layout"
+assert {layout for layout, wrong in misread.items() if not wrong} == {"page_first"}, (
+    "a flat page belongs to its layout"
+)
 assert same_bytes == {kind for kind, spec in kinds.items() if spec.components[0].unit != "token"}
 assert [length for _, length in entry] == [s.bytes for s in c4.components[0].segments]
 print("all claims hold")
@@ -387,6 +392,7 @@ print("all claims hold")
 # %% [markdown]
 # ## Where to go next
 #
-# - [02_transfers](02_transfers.ipynb): how a layout and the device's rows decide the runs in which bytes move.
 # - [00_quickstart](00_quickstart.ipynb): a model's pools backed up and loaded.
+# - [02_transfers](02_transfers.ipynb): how a layout and the device's rows decide the runs in which bytes move.
+# - [06_your_implementation](06_your_implementation.ipynb): transfers of your own, held against the bytes of every layout.
 # - `refimpl/layout.py`: the table of axes and all that follows from it. `verify/test_hand_bytes.py` pins it by bytes written out by hand.

@@ -18,6 +18,8 @@
 # - The run length follows from two numbers, the width of a row and the layout. It decides how well a bus can be used, and it differs by orders of magnitude between the pools of today's models.
 # - Index lists are checked before the first byte moves.
 # - A test of all this is worth no more than its fill. The last part computes why.
+#
+# Runs are counted here, nothing is timed: what a run length costs on a bus is in [04_pairings](04_pairings.ipynb).
 
 # %%
 import inspect
@@ -114,6 +116,7 @@ for layout in book.allowed_layouts(tiny):
 #
 # The formulas are compared with plans of real pools, with rows of very different widths:
 
+
 # %%
 def predicted(layout, page_size, heads, head_bytes, groups):
     row = heads * head_bytes
@@ -189,7 +192,9 @@ for layout in book.allowed_layouts(tiny):
         down = host.load(device, slots_of(host_pages, 4), slots_of(device_pages, 4), layer=1)
         row += [up.bytes, up.descriptors, down.bytes, down.descriptors]
     rows.append(row)
-heads = [f"{b}:\n{what}" for b in ("torch", "numba") for what in ("backup\nbytes", "\nruns", "load 1\nbytes", "\nruns")]
+heads = [
+    f"{b}:\n{what}" for b in ("torch", "numba") for what in ("backup\nbytes", "\nruns", "load 1\nbytes", "\nruns")
+]
 book.table(["layout", *heads], rows)
 
 # %% [markdown]
@@ -212,7 +217,7 @@ facts = {(*key[:2], "k, v each") if key in k_and_v else key: fact for key, fact 
 names = [[name, pool if pool == component else f"{pool}: {component}"] for name, pool, component in facts]
 rows = []
 for who, by_layout in zip(names, facts.values(), strict=True):
-    rows.append([*who, *(" + ".join(map(book.size, by_layout[n][0])) if n in by_layout else "-" for n in LAYOUTS)])
+    rows.append([*who, *(" +\n".join(map(book.size, by_layout[n][0])) if n in by_layout else "-" for n in LAYOUTS)])
 book.table(["bytes a run", "", *book.HEADINGS.values()], rows)
 
 # %% [markdown]
@@ -255,7 +260,9 @@ transfer = host.prepare(target, slots, slots, "load")
 for step in range(tiny.layers):
     receipt = transfer.run((step,))
     arrived = [
-        i for i in range(tiny.layers) if all(torch.equal(target.buffer(c, i), device.buffer(c, i)) for c in ("k", "v"))
+        i
+        for i in range(tiny.layers)
+        if all(torch.equal(target.buffer(c, i), device.buffer(c, i)) for c in ("k", "v"))
     ]
     empty = [i for i in range(tiny.layers) if not any(target.buffer(c, i).any() for c in ("k", "v"))]
     print(f"after layer {step}: {receipt.bytes} bytes moved, arrived {arrived}, still empty {empty}")
@@ -293,7 +300,9 @@ for layout in book.allowed_layouts(c4):
     wrong = book.differing(by_plan, expected)
     moves = book.plan_of(c4, layout, single_entries=True).moves
     runs = " + ".join(f"{move.run} B" for move in moves)
-    print(f"{layout}: {receipt.descriptors} runs for 2 entries × {c4.layers} layers, {runs} each; {wrong} bytes wrong")
+    print(
+        f"{layout}: {receipt.descriptors} runs for 2 entries × {c4.layers} layers, {runs} each; {wrong} bytes wrong"
+    )
     assert wrong == 0
     assert receipt.descriptors == 2 * c4.layers * len(moves) == 2 * c4.layers * 2
 
@@ -332,6 +341,7 @@ print("load:  ", asked)
 #     arange(numel, dtype=bfloat16) + layer + 100     # V
 #
 # bf16 keeps eight bits of a number. From some element on, neighbours are the same number, and one more for the next layer is lost in rounding. Where, exactly?
+
 
 # %%
 def counter(numel, offset):
@@ -372,6 +382,7 @@ print("digest of what is drawn:", book.digest(blocks, *shares.values()))
 
 # %% [markdown]
 # What that means for a test: here is a backup that **swaps layers 0 and 1**. Filled with the counter, the pages compared are all right. Filled so that every word names its place, all of them are wrong.
+
 
 # %%
 def swapped_backup(host, device, slots):
@@ -425,8 +436,10 @@ print("all claims hold")
 # %% [markdown]
 # ## Where to go next
 #
-# - [03_hybrid_stacks](03_hybrid_stacks.ipynb): transfers of all pools of a model, layer by layer, and who waits for whom.
-# - [07_fast_paths](07_fast_paths.ipynb): how a GPU moves the runs of a plan, and how fast.
 # - [01_layouts](01_layouts.ipynb): the layouts themselves, drawn.
+# - [03_hybrid_stacks](03_hybrid_stacks.ipynb): transfers of all pools of a model, layer by layer, and who waits for whom.
+# - [04_pairings](04_pairings.ipynb): run length against rate, for every pairing of a model.
+# - [06_your_implementation](06_your_implementation.ipynb): transfers of your own, held against the oracle's bytes.
+# - [07_fast_paths](07_fast_paths.ipynb): how a GPU moves the runs of a plan, and how fast.
 # - `refimpl/oracle.py` and `refimpl/plan.py`: both derivations.
 # - `verify/fill.py`: the fill in which every word names its place, also for rows that are no multiple of a word.

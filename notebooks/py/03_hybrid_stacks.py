@@ -18,6 +18,8 @@
 # - A load goes layer by layer over all pools, so that the model can begin with layer 0 while the rest is on its way.
 # - A missing wait is no crash, but wrong bytes, now and then. The last parts leave two waits out, show what comes of it, and run the checks that find them.
 #
+# Bytes and orders are shown here; clocks count bytes, not seconds. Seconds are measured in [08_load_while_computing](08_load_while_computing.ipynb).
+#
 # ## Every pool of a model
 #
 # DeepSeek V4 keeps, for each layer, the latents of a window (`swa`); for some layers latents of every 4th token (`c4`) with index keys (`c4_indexer`), for others of every 128th (`c128`); and rings of states that compression goes on from. Two pools own indices: `kv`, which stores nothing itself, and `swa`. The stack lies on an emulated device here, and each pool may have a layout and a backend of its own.
@@ -27,8 +29,7 @@ import inspect
 import sys
 from collections import Counter
 from functools import partial
-from itertools import zip_longest
-from textwrap import wrap
+from textwrap import fill
 
 sys.path.append("notebooks")  # found there when the notebook runs in the repository's root
 
@@ -146,12 +147,13 @@ for model, specs in models.items():
     total = [f"{prefix_bytes(model, n) / 2**20:,.1f}" for n in (LENGTHS[0], LENGTHS[4], LENGTHS[-1])]
     same = f"{fixed / token:,.0f} tokens" if fixed else "-"
     rows.append([model, f"{token:,.0f}", book.size(fixed) if fixed else "-", same, *total])
-mib = [f"MiB of\n{n:,} tokens" for n in (LENGTHS[0], LENGTHS[4], LENGTHS[-1])]
-heads = ["full attention,\nbytes a token", "window or state,\nonce a prefix", "as much as\nfull attention of"]
+mib = [f"MiB of\n{n:,}\ntokens" for n in (LENGTHS[0], LENGTHS[4], LENGTHS[-1])]
+heads = ["full attention,\nbytes a token", "window or state,\nonce a prefix", "as much as full\nattention of"]
 book.table(["", *heads, *mib], rows)
 
 # %% [markdown]
 # On the left, one page (or state) of every pool. On the right, whole prefixes: what is kept once dominates short prefixes, what is kept for each token dominates long ones. Where two lines cross, the cheaper model changes.
+
 
 # %%
 def draw_bytes():
@@ -164,7 +166,9 @@ def draw_bytes():
     left.set_yticks(range(len(bars)), [f"{model}: {name}" for model, name, _ in bars], fontsize=8)
     left.set_xscale("log", base=2)
     left.set(ylim=(len(bars) - 0.4, -0.6), xlim=(1 << 14, 1 << 29), xlabel="MiB")
-    left.set_xticks([1 << i for i in range(16, 30, 4)], [f"{2.0 ** (i - 20):g}" for i in range(16, 30, 4)], fontsize=8)
+    left.set_xticks(
+        [1 << i for i in range(16, 30, 4)], [f"{2.0 ** (i - 20):g}" for i in range(16, 30, 4)], fontsize=8
+    )
     left.grid(axis="y", visible=False)
     left.set_title("a page of 256 tokens, or one state", fontsize=10)
     for model in models:
@@ -199,7 +203,9 @@ for model, specs in models.items():
     for name, nbytes in each.items():
         unit = "states" if name == "mamba" else "pages"
         share = f"{taken[name] / BUDGET:.1%}"
-        rows.append([model, name, f"{on_device[name]:,} {unit}", book.size(nbytes), share, f"{on_host[name]:,} {unit}"])
+        rows.append(
+            [model, name, f"{on_device[name]:,} {unit}", book.size(nbytes), share, f"{on_host[name]:,} {unit}"]
+        )
 book.table(["", "owner", "device", "each, with riders", "share of the host", "host"], rows)
 
 with build_stack(FLASH, device_pages={"kv": 10, "swa": 1}, host_bytes=64 << 20) as small:
@@ -305,6 +311,7 @@ stack.close()
 # ## The timeline of a load
 #
 # When may the model begin? The same load again, behind a queue whose streams run side by side, each with a clock. **The clock counts bytes over the bus, not seconds**: the copy of a layer of a pool takes as long as it has bytes. Computing a layer is said to take as long as loading an average one (a ratio that depends on model, batch and GPU; the second picture varies it). Each layer of the model compares the rows that it reads with what the host has, at that very moment.
+
 
 # %%
 class Clocked(HostQueue):
@@ -485,7 +492,9 @@ ax.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
 ax.set(xlabel="computing a layer, in loads of an average layer", ylabel="time saved by\nwaiting by layer, %")
 ax.set_ylim(0, 50)
 columns = zip(RATIOS, *ends.values(), won, strict=True)
-rows = [[f"{ratio:g}", f"{by_layer:.3f}", f"{at_once:.3f}", f"{won:.1%}"] for ratio, by_layer, at_once, won in columns]
+rows = [
+    [f"{ratio:g}", f"{by_layer:.3f}", f"{at_once:.3f}", f"{won:.1%}"] for ratio, by_layer, at_once, won in columns
+]
 book.table(["ratio", "waits for layers", "for everything", "saved"], rows)
 print("digest of what is drawn:", book.digest(won))
 
@@ -552,7 +561,7 @@ for fault, check, kind in FAULTS:
         said = verdicts(make, check, kind)
         caught[make.__name__, check.__name__] = said.total()
         print(f"{make.__name__}, {check.__name__}: caught in {said.total()} of {SEEDS} orders")
-    print(f"    {said.most_common(1)[0][0]}\n")
+    book.say(f"> {said.most_common(1)[0][0]}")
 
 # %% [markdown]
 # ## The rules of order
@@ -620,15 +629,14 @@ for *texts, names in RULES:
     checks = [getattr(ordering, f"check_{name}") for name in names]
     wrong = sum(verdicts(Controller, check, "swa-mamba", orders).total() for check in checks)
     failed += wrong
-    cells = [wrap(text, 38) for text in texts]
-    cells.append([f"{orders * len(checks) - wrong} of {orders * len(checks)}"])
-    rows += [list(line) for line in zip_longest(*cells, fillvalue="")]
+    rows.append([fill(text, 34) for text in texts] + [f"{orders * len(checks) - wrong} of {orders * len(checks)}"])
 book.table(["who", "waits for", "otherwise", "held in"], rows)
 
 # %% [markdown]
 # ## When a prefix is written
 #
 # A tree of prefixes decides *what* is backed up and when. `write_through` backs up whatever is inserted, `write_through_selective` what is met again, `write_back` what is evicted from the device. The same steps under each policy, on a toy of the V4 stack; a cell says how many tokens of the prefix the host has, and how many can be used.
+
 
 # %%
 def after(cache):
@@ -692,6 +700,7 @@ print("all claims hold")
 # ## Where to go next
 #
 # - [02_transfers](02_transfers.ipynb): what a pool of a stack moves, and in which runs.
+# - [04_pairings](04_pairings.ipynb): which layout and backend for each of these pools, measured.
 # - [05_kl_multiturn](05_kl_multiturn.ipynb): what a model says after its prefix was on the host, and what a fault does to that.
 # - [07_fast_paths](07_fast_paths.ipynb): how a GPU moves it, and how fast.
 # - `refimpl/controller.py`: the order. `verify/conformance/`: the checks, for a controller of your own, and more faults.

@@ -36,6 +36,7 @@ RESULTS = os.environ.get("RESULTS") or ""  # a result file; "committed"; "": mea
 import statistics
 
 import book
+import pairings
 
 import refimpl
 from refimpl import presets
@@ -55,7 +56,7 @@ path, bench = here.shown(
     layouts=layouts,
     budget_s=BUDGET,
 )
-print(here.label(path, bench))
+book.say(here.label(path, bench))
 rows = recommend.rows_of(bench, MODEL, PAGE_SIZE, layouts)
 found = recommend.ways(bench, rows, (*WAYS, "auto"))
 pools = {name: spec for name, spec in presets.model(MODEL, page_size=PAGE_SIZE).items() if spec.page_bytes}
@@ -69,7 +70,7 @@ book.table(["pool", "page", "layers", "pages that move in a row"], held)
 
 def lacks(what):
     """Said in place of a picture, where these results do not have what it shows."""
-    print(f"not among these results: {what}. On a GPU, `make run MODEL={MODEL}` measures it.")
+    book.say(f"Not among these results: {what}. On a GPU, `make run MODEL={MODEL}` measures it.")
 
 
 # %% [markdown]
@@ -98,7 +99,7 @@ def panels(field):
 def show(made, down, across, what, unit, **look):
     """Draw them, with what identifies the fields drawn; or say that there are none."""
     if made:
-        book.draw_fields(made, down, across, unit, **look)
+        pairings.draw_fields(made, down, across, unit, **look)
         print("digest of what is drawn:", book.digest(made))
     else:
         lacks(what)
@@ -115,22 +116,26 @@ for row in rows:
 alike = {}
 for (status, layout, way), (reason, names) in refusals.items():
     alike.setdefault((status, layout, ", ".join(names), reason), []).append(way)
-for (status, layout, names, reason), ways in alike.items():
-    print(f"{status}: {layout} with {', '.join(ways)} ({names}): {reason}")
+if alike:
+    told = (
+        f"- {status}: {layout} with {', '.join(ways)} ({names}): {reason}"
+        for (status, layout, names, reason), ways in alike.items()
+    )
+    book.say(*told)
 
 # %% [markdown]
-# The same as a sentence for each backend. The bounds are those of the pairings that exist, over pools, layouts and directions.
+# The same in a line for each backend: its worst and its best pairing, over pools, layouts and directions, and in how many the host is the slower one.
 
 # %%
+lines = []
 for way in ACROSS:
     mine = [w for w in found if w.backend == way]
     if mine:
-        low, high = (pick(mine, key=lambda w: w.fraction.value) for pick in (min, max))
-        print(
-            f"{way}: {low.fraction.value:.1%} ({low.pool} {low.direction}, {low.layout}) to {high.fraction.value:.1%} "
-            f"({high.pool} {high.direction}, {high.layout}) of the ceiling; the host is the slower one in "
-            f"{sum(w.host_bound for w in mine)} of {len(mine)}"
-        )
+        ends = (pick(mine, key=lambda w: w.fraction.value) for pick in (min, max))
+        cells = [(f"{w.fraction.value:.1%}", f"{w.pool} {w.direction}, {w.layout}") for w in ends]
+        lines.append([way, *cells[0], *cells[1], f"{sum(w.host_bound for w in mine)} of {len(mine)}"])
+if lines:
+    book.table(["backend", "least", "in", "most", "in", "host slower"], lines)
 
 # %% [markdown]
 # ## Run length against rate
@@ -189,66 +194,37 @@ for way in ACROSS:
         print(f"{way}: {min(mine):,.0f} to {max(mine):,.0f} µs, median {statistics.median(mine):,.0f}")
 
 # %% [markdown]
-# ## Page size
+# ## Other pages
 #
-# The same pools with other numbers of tokens a page, and as many bytes in all. Where a layout keeps a layer of a page together, larger pages make longer runs; where tokens are outermost, they do not. Pools whose pages do not depend on it (recurrent states, say) are left out.
-
+# Pages of other sizes, with as many bytes in all: where a layout keeps a layer of a page together, larger pages make longer runs; where tokens are outermost, they do not. And pages behind each other: allocators hand out pages in any order, but a fresh pool hands out neighbours, whose runs join where the layout lets them. Such fields are the rate over that of scattered pages in the same pairing, `~` where noise does not tell them apart.
 
 # %%
-def by_page(pool):
-    """(layout, direction) -> backend -> (tokens a page, percent of the ceiling)."""
-    made = {}
-    for row in every:
-        if row["pool"] == pool and row["scattered"]:
-            for w in recommend.ways(bench, [row]):
-                mark = row["page_bytes"] // bytes_a_token[pool], round(100 * w.fraction.value, 1)
-                made.setdefault((w.layout, w.direction), {}).setdefault(w.backend, []).append(mark)
-    return {key: {way: sorted(marks) for way, marks in lines.items()} for key, lines in made.items()}
-
-
-bytes_a_token = {name: spec.page_bytes // spec.page_size for name, spec in pools.items()}
-drawn = 0
-for pool in pools:
-    lines = by_page(pool)
-    sizes = sorted({page for of_way in lines.values() for marks in of_way.values() for page, _ in marks})
-    if len(sizes) > 1:
-        drawn += 1
-        book.draw_by_page(lines)
+absent = ["other page sizes of this model"]
+for pool, spec in pools.items():  # those that depend on the page size
+    mine = [row for row in every if row["pool"] == pool and row["scattered"]]
+    lines = pairings.by_page(bench, mine, spec.page_bytes // spec.page_size)
+    if len(pages := pairings.pages_of(lines)) > 1:
+        absent = []
+        pairings.draw_by_page(lines)
         print(f"{pool}: digest of what is drawn:", book.digest(lines))
-        table = []
-        for (layout, direction), of_way in sorted(lines.items()):
-            best = {page: max((dict(m)[page], way) for way, m in of_way.items() if page in dict(m)) for page in sizes}
-            table.append([layout, direction, *(f"{way} {value:.0f}" for value, way in best.values())])
-        book.table([f"{pool}: best", "", *(f"page {page}" for page in sizes)], table)
-if not drawn:
-    lacks("other page sizes of this model")
+        book.table([f"{pool}: best", "", *(f"page {page}" for page in pages)], pairings.best_by_page(lines))
 
-# %% [markdown]
-# ## Pages behind each other
-#
-# Allocators hand out pages in any order, but a fresh pool hands out neighbours. Runs of neighbouring pages join where the layout lets them. Each field is the rate with consecutive pages over that with scattered ones, in the same pairing; differences within noise are marked `~`.
-
-# %%
 together = recommend.ways(bench, recommend.rows_of(bench, MODEL, PAGE_SIZE, layouts, scattered=False), ACROSS)
 consecutive = {(w.pool, w.direction, w.layout, w.backend): w for w in together}
-
-
-def against_scattered(w):
-    other = consecutive.get((w.pool, w.direction, w.layout, w.backend))
-    if other is None:
-        return None
-    ratio = other.fraction.value / w.fraction.value
-    return (1.0, "~") if other.fraction.within_noise_of(w.fraction) else (round(ratio, 3), f"×{ratio:.2f}")
-
-
-beside = {key: lines for key, lines in panels(against_scattered).items() if any(any(line) for line in lines)}
-unit = "rate with consecutive pages over rate with scattered ones"
-show(beside, layouts, ACROSS, "consecutive pages of this model", unit, limits=(0.3, 3), log=True)
+if consecutive:
+    beside = panels(lambda w: pairings.against(w, consecutive.get((w.pool, w.direction, w.layout, w.backend))))
+    beside = {key: lines for key, lines in beside.items() if any(any(line) for line in lines)}
+    unit = "rate with consecutive pages over rate with scattered ones"
+    show(beside, layouts, ACROSS, "consecutive pages of this model", unit, limits=(0.3, 3), log=True)
+else:
+    absent.append("consecutive pages")
+if absent:
+    lacks(", ".join(absent))
 
 # %% [markdown]
 # ## What a model notices
 #
-# A loop of matrix products runs alone and beside a loop of transfers; the slowdown is the share of its rate that is lost. It depends on the mover and its rate, hardly on the model that the bytes belong to, so every row of the results is shown. (`07_fast_paths` says more about it.)
+# A loop of matrix products runs alone and beside a loop of transfers; the slowdown is the share of its rate that is lost. It depends on the mover and its rate, hardly on the model that the bytes belong to, so every row of the results is shown. ([07_fast_paths](07_fast_paths.ipynb) says more about it.)
 
 # %%
 marks, slower = [], {}
@@ -279,10 +255,12 @@ else:
 # 2. A host pool has one layout and one backend for both directions, and a model is simpler to run with the same for all pools. So the same question again for each pool both ways, and for all pools: a pair is rated by the time that the best pairs would take over the time that it takes, if every pool and direction had the same share of the best time. How much of each pool moves is a matter of your workload; if one dominates, read its line.
 
 # %%
-print(f"noise: {noise.RULE}\n")
-for number, sentence in enumerate(recommend.advice(bench, rows), 1):
-    print(f"{number}. {sentence}")
-if not rows:
+book.say(f"Noise: {noise.RULE}.")
+advice = [sentence.rstrip(".").split(". ") for sentence in recommend.advice(bench, rows)]
+if advice:
+    numbered = ((f"{number}. {first}.", others) for number, (first, *others) in enumerate(advice, 1))
+    book.say(*("\n".join([first, *(f"    - {other}." for other in others)]) for first, others in numbered))
+else:
     lacks("this model")
 
 # %% [markdown]
@@ -298,7 +276,8 @@ for model in presets.MODELS:
         way, share = choice.taken.least
         table.append(
             [model, len({w.pool for w in ways}), choice.taken.layout, choice.taken.backend,
-             f"{choice.taken.fraction.value:.0%}", f"{share:.0%}", f"{way.pool} {way.direction}", len(choice.level) - 1]
+             f"{choice.taken.fraction.value:.0%}", f"{share:.0%}", f"{way.pool} {way.direction}",
+             len(choice.level) - 1]
         )  # fmt: skip
 heads = ["model", "pools", "layout", "backend", "of the\nbest pairs", "least", "in", "others\nlevel"]
 if table:
@@ -326,6 +305,9 @@ print("all of it holds")
 # %% [markdown]
 # ## Where to go next
 #
-# - [02_transfers](02_transfers.ipynb): where runs come from.
+# - [03_hybrid_stacks](03_hybrid_stacks.ipynb): all pools of a model at once, and who waits for whom.
+# - [05_kl_multiturn](05_kl_multiturn.ipynb): what a model says after its prefix was on the host.
 # - [07_fast_paths](07_fast_paths.ipynb): how the three backends move bytes, and why their curves look as they do.
+# - [08_load_while_computing](08_load_while_computing.ipynb): what of a load hides behind a model's computing.
+# - [02_transfers](02_transfers.ipynb): where runs come from.
 # - `python -m verify.bench.gpu --help`: measure more; `make compare A=… B=…`: set two files side by side.

@@ -18,6 +18,8 @@
 # - With the rounding gone, one wrong sign bit in a whole prefix is seen. Most flipped bits, and some whole pages and layers, would pass upstream's thresholds.
 # - A deviation of Mamba states that was published and never explained is compared with what candidate causes do: which of them can look like that, and which cannot.
 #
+# Divergences are computed in this notebook, on a CPU. Rates are not: they are the committed results of an H200.
+#
 # ## What a threshold allows
 #
 # Upstream's estimate for a sample is the mean of `e^r - 1 - r` over its tokens, where `r` is the difference of two log-probabilities; a test passes when the mean over all samples is below a threshold. Here are the thresholds, each beside the small model of ours that is nearest to the tested one, and what they mean: how far off *every* probability may be, or of how many tokens *one* may be off by a factor of e while all others are right.
@@ -27,14 +29,13 @@ import json
 import math
 import sys
 from itertools import combinations, cycle, product
+from textwrap import fill
 
 sys.path.append("notebooks")  # found there when the notebook runs in the repository's root
 
 import book
-import matplotlib.pyplot as plt
+import divergence
 import torch
-from matplotlib.lines import Line2D
-from matplotlib.patches import Patch, Rectangle
 
 from refimpl import LAYOUTS
 from refimpl.controller import Controller
@@ -69,7 +70,9 @@ def allowed(threshold):
 rows = []
 for model, threshold in [*tampering.THRESHOLDS.items(), ("", BIT_EXACT)]:
     every, one_in = math.expm1(allowed(threshold)), math.ceil(k3([0.0], [1.0]) / threshold)
-    rows.append([TESTED.get(model, "a hybrid, deterministic kernels"), model, f"{threshold:g}", f"{every:.2g}", one_in])
+    rows.append(
+        [TESTED.get(model, "a hybrid, deterministic kernels"), model, f"{threshold:g}", f"{every:.2g}", one_in]
+    )
 heads = [
     "upstream's test of",
     "nearest here",
@@ -146,58 +149,8 @@ parts = [
     for d in diagram.values()
     for found in d
 ]
+divergence.draw_scenarios(diagram, tiny["mha"].page_size)
 print("digest of what is drawn:", book.digest(parts))
-
-
-# %%
-def draw_scenarios():
-    lines = {name: sum(map(len, found)) + 0.6 * len(found) for name, found in diagram.items()}
-    figure, axes = plt.subplots(
-        len(diagram),
-        1,
-        figsize=(9.6, 0.21 * sum(lines.values()) + 1.4),
-        sharex=True,
-        height_ratios=list(lines.values()),
-    )
-    looks = {
-        "from the host": ("#0072B2", ""),
-        "on the device by then": ("#BBBBBB", ""),
-        "computed, in chunks": ("#FFF7D6", ""),
-        "said, token by token": ("#DE9B72", "////"),
-    }
-    for ax, (name, found) in zip(axes, diagram.items(), strict=True):
-        y, ticks = 0.0, []
-        for number, answers in enumerate(found, 1):
-            ticks.append((y + len(answers) / 2, f"round {number}"))
-            for a in answers:
-                ends = (a.from_host, a.cached, max(a.cached, a.request.prompt), len(a.request.tokens))
-                for begin, end, (colour, hatch) in zip((0, *ends), ends, looks.values(), strict=False):
-                    if end > begin:
-                        box = Rectangle(
-                            (begin, y + 0.1), end - begin, 0.8, facecolor=colour, edgecolor="#555555", lw=0.6
-                        )
-                        box.set_hatch(hatch)
-                        ax.add_patch(box)
-                y += 1
-            y += 0.6
-        ax.set(xlim=(0, 85), ylim=(y - 0.4, -0.3))
-        ax.set_yticks([at for at, _ in ticks], [text for _, text in ticks], fontsize=8.5)
-        ax.tick_params(axis="y", length=0)
-        ax.spines[["left", "bottom"]].set_visible(ax is axes[-1])
-        ax.spines["left"].set_visible(False)
-        ax.tick_params(axis="x", length=3 if ax is axes[-1] else 0)
-        ax.set_xticks(range(0, 85, tiny["mha"].page_size))
-        ax.grid(axis="y", visible=False)
-        ax.set_title(name, fontsize=10)
-    axes[-1].set_xlabel("token of the request; lines are at edges of pages", fontsize=9)
-    keys = [
-        Patch(facecolor=colour, edgecolor="#555555", hatch=hatch, label=label)
-        for label, (colour, hatch) in looks.items()
-    ]
-    figure.legend(handles=keys, loc="outside lower center", ncols=4, fontsize=9)
-
-
-draw_scenarios()
 
 # %% [markdown]
 # ## Exactly zero
@@ -252,7 +205,7 @@ print("the check fails:", refused)
 #
 # Upstream reported divergence and layouts together, since a layout is chosen for speed: `page_first_direct` with the copy engine (`direct`) is said to be the faster choice. Divergence does not decide between pairs, all of them are exact. Rates do, and they need a GPU, so these are **the committed H200 results** (`data/results/h200/bench.json`), with the backends of this project: pools of real models in full size, GB/s, beside the divergence of the small model here that has the same kind of pools.
 #
-# The second table is about the claim. For each pool and direction, `page_first_direct` with `direct` is compared with a pair that upstream chose for its staged kernel, `page_first` with `kernel`, and with the fastest pair of all. Rates are called equal when they differ by no more than the same pair does when it is measured again (`verify/bench/noise.py`).
+# The last table is about the claim. For each pool and direction, `page_first_direct` with `direct` is compared with a pair that upstream chose for its staged kernel, `page_first` with `kernel`, and with the fastest pair of all. Rates are called equal when they differ by no more than the same pair does when it is measured again (`verify/bench/noise.py`).
 
 # %%
 bench = json.loads((book.HERE.parent / "data/results/h200/bench.json").read_text(encoding="utf-8"))
@@ -267,68 +220,26 @@ for c in bench["sessions"][session]["ceilings"]:
         ceilings[c["direction"]] = c["payload_bytes"], c["gb_per_s"]
 for direction in ("backup", "load"):
     print(
-        f"ceiling of a {direction}: {ceilings[direction][1]:.1f} GB/s, a memcpy of {book.size(ceilings[direction][0])}"
+        f"ceiling of a {direction}: {ceilings[direction][1]:.1f} GB/s, "
+        f"a memcpy of {book.size(ceilings[direction][0])}"
     )
 print()
 
 KINDS = {"llama-3.1-8b": "mha", "deepseek-v3": "mla", "deepseek-v4-flash": "v4", "qwen3-next": "mamba"}
-MOVERS = ("direct", "kernel", "staged")
-rates = {}  # case and pool -> direction -> (layout, backend) -> GB/s
-runs = {}  # case and pool -> bytes a run in page_first_direct
-for row in core:
-    who = row["case"], row["pool"]
-    of_pool = rates.setdefault(who, {}).setdefault(row["direction"], {})
-    of_pool |= {(row["layout"], c["mover"]): c["gb_per_s"] for c in targets.measured(row) if c["mover"] in MOVERS}
-    if row["layout"] == "page_first_direct":
-        runs[who] = targets.shortest_run(row)
+rates = divergence.rates(core)
+of_layout = {}  # small model, layout -> KL of its requests above
+for cell, found in played.items():
+    of_layout.setdefault(cell[0], {}).setdefault(cell[1], []).extend(s.kl for answers in found for s in answers)
+largest = {who: {name: max(kls) for name, kls in of_layout[KINDS[who[0]]].items()} for who in rates}
+divergence.show_rates(rates, largest)
 
-rows = []
-for (case, pool), by_direction in rates.items():
-    for layout in LAYOUTS:
-        here = [by_direction[d].get((layout, way)) for d in ("backup", "load") for way in MOVERS]
-        kls = [s.kl for cell, found in played.items() if cell[:2] == (KINDS[case], layout) for r in found for s in r]
-        if any(here):
-            kl = f"{max(kls):g}" if kls else "."
-            rows.append([case, pool, layout, KINDS[case], kl, *(f"{x:.1f}" if x else "-" for x in here)])
-heads = [f"{d}\n{way}" if way == "direct" else f"\n{way}" for d in ("backup", "load") for way in MOVERS]
-book.table(["", "pool", "layout", "here", "KL", *heads], rows)
+# %% [markdown]
+# A run is a piece that is contiguous on both sides in `page_first_direct`. *It* is that layout with `direct`; *kernel* is `page_first` with `kernel`. The upper line of a pool is a backup, the lower one a load.
 
-EQUAL = 1 + noise.FLOOR
-CLAIMED, OTHER = ("page_first_direct", "direct"), ("page_first", "kernel")
-verdicts = {}
-rows = []
-for who, by_direction in rates.items():
-    for direction, found in by_direction.items():
-        mine, best = found[CLAIMED], max(found, key=found.get)
-        ratios = {name: mine / found[pair] for name, pair in (("other", OTHER), ("best", best))}
-        verdicts[who, direction] = {
-            name: "slower" if ratio * EQUAL < 1 else "faster" if ratio > EQUAL else "equal"
-            for name, ratio in ratios.items()
-        }
-        share = f"{mine / ceilings[direction][1]:.0%}"
-        texts = [f"{mine:.1f}", share, f"{found[OTHER]:.1f}", verdicts[who, direction]["other"]]
-        rows.append(
-            [
-                " ".join(who),
-                book.size(runs[who]),
-                direction,
-                *texts,
-                f"{found[best]:.1f} ({', '.join(best)})",
-                verdicts[who, direction]["best"],
-            ]
-        )
-heads = [
-    "pool",
-    "run",
-    "direction",
-    "it, GB/s",
-    "of the\nceiling",
-    "page_first,\nkernel",
-    "so it is",
-    "fastest pair",
-    "so it is",
-]
-book.table(heads, rows)
+# %%
+runs = {(row["case"], row["pool"]): targets.shortest_run(row) for row in core if row["layout"] == "page_first_direct"}
+verdicts = divergence.verdicts(rates)
+divergence.show_verdicts(rates, runs)
 
 holds = {runs[who] for (who, _), verdict in verdicts.items() if verdict["best"] != "slower"}
 fails = {runs[who] for (who, _), verdict in verdicts.items() if verdict["best"] == "slower"}
@@ -338,9 +249,15 @@ print(f"against page_first with kernel, {len(verdicts)} pools and directions:")
 print("   ", ", ".join(f"{kind} in {count}" for kind, count in counts.items()))
 print("as fast as the fastest pair:", sum(v["best"] != "slower" for v in verdicts.values()))
 print(f"    runs of {book.size(min(holds))} and more: yes; of {book.size(max(fails))} and less: no")
-behind = max(found[OTHER] / found[CLAIMED] for by_direction in rates.values() for found in by_direction.values())
-ahead = max(found[CLAIMED] / found[OTHER] for by_direction in rates.values() for found in by_direction.values())
-print(f"    at best it is {ahead - 1:.0%} ahead of page_first with kernel, at worst that is {behind:.0f} times as fast")
+ratios = [
+    found[divergence.CLAIMED] / found[divergence.OTHER]
+    for by_direction in rates.values()
+    for found in by_direction.values()
+]
+print(
+    f"    at best it is {max(ratios) - 1:.0%} ahead of page_first with kernel, "
+    f"at worst that is {1 / min(ratios):.0f} times as fast"
+)
 
 # %% [markdown]
 # **So on this device the claim is true of pools, not of models.** Where runs are long in `page_first_direct`, the copy engine is as fast as the bus, and equal to a kernel or a little ahead. For the small rows of a compressed model it is far behind, in both directions. One pair for a whole stack is the wrong question; each pool may have its own.
@@ -390,60 +307,11 @@ for fault in dict.fromkeys(f.fault for f in damaged):
     mine = [f for f in damaged if f.fault == fault]
     passing, here = sum(f.passes for f in mine), sum(f.exact > 0 for f in mine)
     print(f"{fault}: {passing} of {len(mine)} would pass upstream, {here} pass here")
+divergence.draw_sensitivity(found)
 print(
     "digest of what is drawn:",
     book.digest([(f.model, f.fault, f.where, f"{f.kl:.2g}", f"{f.highest:.2g}") for f in found]),
 )
-
-# %%
-FAULT_LOOKS = {
-    "none": ("*", "#000000"),
-    "a sign bit flipped": ("o", "#0072B2"),
-    "a stale page": ("s", "#D55E00"),
-    "a state one step late": ("D", "#009E73"),
-    "two layers swapped": ("^", "#CC79A7"),
-}
-ZERO = 3e-7  # where a log scale has its zero
-
-
-def zero_and_powers(ax, last):
-    """A log scale whose first tick is an exact zero."""
-    powers = range(-6, last + 1)
-    ax.set_xscale("log")
-    ax.minorticks_off()
-    ax.set_xticks([ZERO, *(10.0**p for p in powers)], ["0", *(f"1e{p}" if p < -2 else f"{10.0**p:g}" for p in powers)])
-    ax.axvline(ZERO * 1.8, color="#999999", lw=0.8, ls=":", marker="")
-    ax.grid(axis="y", color="#EEEEEE")
-    ax.tick_params(axis="y", length=0)
-
-
-def draw_sensitivity():
-    _, ax = plt.subplots(figsize=(9.6, 7.6))
-    y, ticks = 0.0, []
-    for model in tiny:
-        mine = [f for f in found if f.model == model]
-        for f in mine:
-            marker, colour = FAULT_LOOKS[f.fault]
-            ax.plot(max(f.kl, ZERO), y, marker=marker, color=colour, ls="", ms=8 if f.fault == "none" else 6)
-            ticks.append((y, f"{model}: no fault" if f.fault == "none" else f.where))
-            y += 1
-        threshold = tampering.THRESHOLDS[model]
-        ax.plot((threshold, threshold), (y - len(mine) - 0.5, y - 0.5), color="black", lw=2, ls="-", marker="")
-        ax.text(threshold * 1.12, y - len(mine) - 0.05, f"{threshold:g}", fontsize=8, va="center")
-        y += 0.8
-    ax.set_yticks([at for at, _ in ticks], [text for _, text in ticks], fontsize=8)
-    ax.set(ylim=(y - 0.8, -0.8), xlim=(ZERO * 0.6, 2), xlabel="KL, mean over the requests")
-    zero_and_powers(ax, 0)
-    keys = [
-        Line2D([], [], marker=m, color=c, ls="", ms=6, label=fault)
-        for fault, (m, c) in FAULT_LOOKS.items()
-        if fault != "none"
-    ]
-    keys.append(Line2D([], [], color="black", lw=2, ls="-", marker="", label="upstream's threshold"))
-    ax.legend(handles=keys, loc="upper center", bbox_to_anchor=(0.45, -0.08), ncols=3, fontsize=9)
-
-
-draw_sensitivity()
 
 # %% [markdown]
 # ## A deviation nobody explained
@@ -453,6 +321,8 @@ draw_sensitivity()
 # Two readings of a mean follow. Some faults sit in every copy, so the mean is what they do. Others are races: timing decides how many requests they hit, so any mean up to that of a request that is hit can come out, but whether *every* run fails then depends on how many are hit. What was to be explained is the rise, the published figures after the change less those before.
 #
 # In the picture, on the left, are the divergence of requests that are hit (filled) and the mean over all (hollow), beside the published figures. The small model's scale need not be the real one's, so look at who is where relative to whom. On the right: how far log-probabilities are off near the prefix and further behind. **A state that is nearly right, a step off or in part, is forgotten soon; somebody else's state is not.**
+#
+# In the table, `log-prob.` is the mean change of a log-probability in the first tokens behind the prefix, and further behind it. A fault that *all* copies have needs no luck; of the others, the races, it says how many of the samples they must hit to make the published rise.
 #
 # (Upstream draws its samples with the cache and judges them without; here it is the other way round, so `r` has the other sign: small deviations give the same figure, large ones another.)
 
@@ -465,7 +335,9 @@ LUCK = 0.05  # a chance below this is called unlikely
 EVERY_COPY = ("strided slots read as packed", "parts of different steps", "wrong width")
 
 study = mamba_study.study(orders=5)
-least_share = 1 - (1 - LUCK ** (1 / RUNS)) ** (1 / SAMPLES)  # hit so that all runs are likely to have a sample that is
+least_share = 1 - (1 - LUCK ** (1 / RUNS)) ** (
+    1 / SAMPLES
+)  # hit so that all runs are likely to have a sample that is
 
 
 def scale(s):
@@ -476,93 +348,55 @@ def scale(s):
     return min(s.kl_of_hit / RISE[0], 1.0)
 
 
-rows = []
-for s in study:
-    if s.candidate == "none":
-        nothing = s
-        rows.append(["none", "", "", f"{s.hit:.0%}", "0", "-", "-", "-", "-"])
-        continue
+def told(s):
+    """What is shown of a variant."""
     if not s.hit:
-        rows.append([s.candidate, s.variant, "a race", "0%", "0", "-", "-", "-", "-"])
-        continue
+        return [s.variant, "0%", "0", "-", "-", "-", "-"]
     share = mamba_study.part_hit(s, RISE)
-    every_copy = s.candidate in EVERY_COPY
-    needed = "all" if every_copy else "more than all" if share is None else f"{share[0]:.1%} to {share[1]:.1%}"
-    texts = [f"{s.hit:.0%}", f"{s.kl_of_hit:.2g}", f"{s.near:.2f}", f"{s.far:.2f}", needed, f"{scale(s):.1f}"]
-    rows.append([s.candidate, s.variant, "every copy" if every_copy else "a race", *texts])
+    between = "more than all" if share is None else f"{share[0]:.1%} to {share[1]:.1%}"
+    needed = "all" if s.candidate in EVERY_COPY else between
+    return [
+        s.variant,
+        f"{s.hit:.0%}",
+        f"{s.kl_of_hit:.2g}",
+        f"{s.near:.2f}",
+        f"{s.far:.2f}",
+        needed,
+        f"{scale(s):.1f}",
+    ]
+
+
+variants = {}
+for s in study:
+    variants.setdefault(s.candidate, []).append(s)
+(nothing,) = variants["none"]
 before, after, rise = (" to ".join(f"{x:.4f}" for x in pair) for pair in (BEFORE, AFTER, RISE))
-print(f"published: {before} before, {after} after; rise {rise}")
 later = "; ".join(f"issue {number} alone, {figures}" for number, figures in LATER.items())
-print("found later in states of another hybrid, one with bit-exact kernels:", later)
-print(
-    f"a race must hit {least_share:.1%} of the samples, or it is unlikely that all {RUNS} runs of {SAMPLES} have one\n"
+book.say(
+    f"- published: {before} before, {after} after; rise {rise}",
+    f"- found later in states of another hybrid, one with bit-exact kernels: {later}",
+    f"- a race must hit {least_share:.1%} of the samples, "
+    f"or it is unlikely that all {RUNS} runs of {SAMPLES} have one",
 )
-near = f"change of a log-\nprobability: first {mamba_study.NEAR}"
 heads = [
     "candidate",
     "variant",
-    "is in",
-    "hit here",
+    "hit\nhere",
     "KL of\nthose",
-    near,
+    f"log-prob.,\nfirst {mamba_study.NEAR}",
     f"after\n{mamba_study.FAR}",
     "to be hit\nfor the rise",
     "scale to\nbe off by",
 ]
+rows = [
+    [fill(name, 18), *("\n".join(column) for column in zip(*map(told, mine), strict=True))]
+    for name, mine in variants.items()
+]
 book.table(heads, rows)
 hit = [s for s in study if s.hit]
 drawn = [(s.candidate, s.variant, *(f"{x:.2g}" for x in (s.hit, s.kl, s.kl_of_hit, s.near, s.far))) for s in study]
+divergence.draw_study(study, BEFORE, AFTER)
 print("digest of what is drawn:", book.digest(drawn))
-
-# %%
-CANDIDATE_LOOKS = {
-    "staging reused": ("X", "#D55E00"),
-    "overwritten before the copy": ("o", "#0072B2"),
-    "strided slots read as packed": ("v", "#000000"),
-    "parts of different steps": ("s", "#009E73"),
-    "copied before the last layer": ("^", "#CC79A7"),
-    "wrong width": ("D", "#E69F00"),
-}
-
-
-def draw_study():
-    figure, (left, right) = plt.subplots(1, 2, figsize=(9.6, 5.4), width_ratios=(1.5, 1))
-    for (low, high), colour, label in (
-        (BEFORE, "#D9D9D9", "published,\nbefore"),
-        (AFTER, "#F7D9A8", "published,\nafter"),
-    ):
-        left.axvspan(low, high, facecolor=colour, edgecolor="none", zorder=0)
-        left.text(math.sqrt(low * high), -1.0, label, ha="center", va="bottom", fontsize=7.5)
-    shown = [s for s in study if s.candidate != "none"]
-    for y, s in enumerate(shown):
-        marker, colour = CANDIDATE_LOOKS[s.candidate]
-        if s.hit:
-            left.plot((s.kl, s.kl_of_hit), (y, y), color=colour, lw=1, ls="-", marker="")
-            left.plot(s.kl, y, marker=marker, color=colour, mfc="white", ls="", ms=6)
-            right.plot(s.near, s.far, marker=marker, color=colour, ls="", ms=7)
-        left.plot(max(s.kl_of_hit, 8e-4), y, marker=marker if s.hit else "*", color=colour, ls="", ms=6)
-    left.set_xscale("log")
-    left.minorticks_off()
-    left.set_xticks(
-        [8e-4, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5],
-        ["0", *(f"{x:g}" for x in (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5))],
-        fontsize=8,
-    )
-    left.axvline(1.15e-3, color="#999999", lw=0.8, ls=":", marker="")
-    left.set_yticks(range(len(shown)), [s.variant or "slots as packed" for s in shown], fontsize=8)
-    left.tick_params(axis="y", length=0)
-    left.set(xlim=(6e-4, 0.8), ylim=(len(shown) - 0.4, -0.7), xlabel="KL")
-    right.plot((0, 3), (0, 3), color="#999999", lw=0.8, ls=":", marker="")
-    tilted = {"rotation": 45, "rotation_mode": "anchor", "transform_rotates_text": True}
-    right.text(0.98, 0.99, "does not fade", ha="right", va="bottom", fontsize=8, **tilted)
-    right.set(xlim=(0, 1.1 * max(s.near for s in study)), ylim=(0, 1.05))
-    right.set_xlabel(f"mean change of a log-probability,\nfirst {mamba_study.NEAR} tokens behind the prefix")
-    right.set_ylabel(f"after the {mamba_study.FAR}th token")
-    keys = [Line2D([], [], marker=m, color=c, ls="", ms=6, label=name) for name, (m, c) in CANDIDATE_LOOKS.items()]
-    figure.legend(handles=keys, loc="outside lower center", ncols=3, fontsize=9)
-
-
-draw_study()
 
 # %% [markdown]
 # What follows from that, computed from the rows above. A *scale* of 1 means that the figures come out as they are in the small model; otherwise the real model would have to be so many times as tolerant. It has other weights and many more layers, so a factor of a few says little. A factor of ten or more is held against a candidate.
@@ -583,22 +417,23 @@ groups = {
     "cannot, unless the real model is far less tolerant": [n for n, x in closest.items() if x <= 1 / MANY],
 }
 for heading, names in groups.items():
+    scales = {name: ", ".join(dict.fromkeys(f"{scale(s):.1f}" for s in of[name])) for name in names}
     if names:
-        print(f"{heading}:")
-    for name in names:
-        variants = [f"{scale(s):.1f}" for s in of[name]]
-        print(f"    {name}, scale {', '.join(dict.fromkeys(variants))}")
+        book.say(f"**{heading}**: " + "; ".join(f"{name}, scale {text}" for name, text in scales.items()))
 fades = {name: min(s.near / s.far for s in mine) for name, mine in of.items()}
-print("\nat least halved behind the prefix, in every variant:", ", ".join(name for name, x in fades.items() if x >= 2))
-print("not always:", ", ".join(name for name, x in fades.items() if x < 2))
+halved = {name: x >= 2 for name, x in fades.items()}
+book.say(
+    f"At least halved behind the prefix, in every variant: {', '.join(name for name in halved if halved[name])}; "
+    f"not always: {', '.join(name for name in halved if not halved[name])}."
+)
 
 orders = [s for s in study if s.candidate == "staging reused"]
 most = max(mamba_study.part_hit(s, RISE)[1] for s in orders if s.hit)
 chance = (1 - (1 - most) ** SAMPLES) ** RUNS
 clean = sum(not s.hit for s in orders)
-print(f"\nstaging reused: no request is hit in {clean} of {len(orders)} orders; where some are, they are hit hard.")
-print(
-    f"    At most {most:.1%} of the samples make the published mean; that all runs have one is a chance of {chance:.1%}"
+book.say(
+    f"*Staging reused*: no request is hit in {clean} of {len(orders)} orders; where some are, they are hit hard. "
+    f"At most {most:.1%} of the samples make the published mean; that all runs have one is a chance of {chance:.1%}."
 )
 print(f"without a fault: {nothing.hit:.0%} of the requests differ, KL {nothing.kl:g}")
 
@@ -650,7 +485,9 @@ assert "strided slots read as packed" in groups["cannot, unless the real model i
 nearly = {"overwritten before the copy", "parts of different steps", "copied before the last layer"}
 assert nearly <= set(groups["can produce the published rise"])
 assert (
-    min(fades[name] for name in nearly) > 2 > max(fades[n] for n in ("staging reused", "strided slots read as packed"))
+    min(fades[name] for name in nearly)
+    > 2
+    > max(fades[n] for n in ("staging reused", "strided slots read as packed"))
 )
 assert chance < LUCK
 assert wrong[Controller] == 0 < wrong[faults.WaitsForTheFirstLayerOfAState]
@@ -659,6 +496,8 @@ print("all claims hold")
 # %% [markdown]
 # ## Where to go next
 #
+# - [04_pairings](04_pairings.ipynb): every pairing of a model of your choice, and advice.
+# - [06_your_implementation](06_your_implementation.ipynb): transfers of your own, held against every byte.
 # - [03_hybrid_stacks](03_hybrid_stacks.ipynb): what waits for what, so that none of these races can happen.
 # - [07_fast_paths](07_fast_paths.ipynb): where the rates come from.
 # - `verify/test_kl.py`: all models, layouts, backends, policies and scenarios, on a CPU and on a GPU; every fault above must fail there.

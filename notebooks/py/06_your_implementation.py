@@ -13,7 +13,14 @@
 #
 # What you need of this project is a folder of vectors: small pools, lists of pages, and the SHA-256 of every buffer afterwards. Nothing of it has to be read first, and NumPy is all that is imported.
 #
-# Everything below is done as you would do it: in an empty folder elsewhere, by commands.
+# In short:
+#
+# - An adapter is two functions on plain arrays of bytes. It says what it offers, and is asked for just that.
+# - A command asks it for every transfer of the vectors. A message names the first wrong byte: what belongs there, and whose bytes lie there instead.
+# - All failures together are compared with known faults, or with one another; so a fault is found by what its cases have in common.
+# - The report can be checked without believing it.
+#
+# Bytes are compared here, nothing is timed. Everything below is done as you would do it: in an empty folder elsewhere, by commands.
 
 # %%
 import importlib
@@ -25,6 +32,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from textwrap import fill
 
 sys.path.append("notebooks")  # found there when the notebook runs in the repository's root
 
@@ -48,6 +56,11 @@ def run(*command):
 
 def verify(*arguments):
     return run(sys.executable, "-m", "verify", *arguments)
+
+
+def show(*lines):
+    """What a command said, long lines broken as on a page."""
+    print(*(fill(line, 100, subsequent_indent="    ", break_on_hyphens=False) for line in lines), sep="\n")
 
 
 manifest = suite.manifest()
@@ -158,7 +171,8 @@ print("round trip:", "passed" if round_trip else "FAILED")
 
 # %%
 said = verify("adapter", "mine")
-print(said)
+told = said.splitlines()
+show(*told[:5], "…", told[-1])
 
 # %% [markdown]
 # A message, part by part:
@@ -171,7 +185,7 @@ print(said)
 
 # %%
 sentence = re.search(r"All of them have .*?\.", said)[0]
-print(sentence)
+show(sentence)
 
 # %% [markdown]
 # That nearly is the line number. The test above could not see it: its lists are as long as they are round.
@@ -229,7 +243,9 @@ lost = [
 ]
 count = group.geometry["page_size"] * len(test["host_pages"])
 whole, behind = divmod(count, mine.PACK)
-print(f"host pages {test['host_pages']}: {count} tokens, {whole} whole pack of {mine.PACK}, {behind} tokens behind it")
+print(
+    f"host pages {test['host_pages']}: {count} tokens, {whole} whole pack of {mine.PACK}, {behind} tokens behind it"
+)
 print("never written:", *(f"{name}, {where}" for name, where in lost), sep="\n    ")
 
 # %% [markdown]
@@ -300,7 +316,7 @@ run(*BUILD.split())
 crashed = verify("adapter", "pages_in_c", "--family", "k_only", "--out", "crashed")
 cases = json.loads((folder / "crashed" / "report.json").read_text())["cases"]
 deaths = [case["message"] for case in cases if "the process died" in case["message"]]
-print(crashed.splitlines()[-4], *deaths, sep="\n")
+show(crashed.splitlines()[-4], *deaths)
 
 # %% [markdown]
 # ### Without Python
@@ -322,7 +338,7 @@ assert text.count(LOOP) == 1
 (folder / "my_move.c").write_text(text.replace(LOOP, "k < t->items[HOST].n / 2 * 2; k++"))
 run(*CC)
 wrong_in_c = run("./check_mine", *FILES).splitlines()
-print(*wrong_in_c[:3], "…", wrong_in_c[-1], sep="\n")
+show(*wrong_in_c[:3], "…", wrong_in_c[-1])
 
 # %% [markdown]
 # ## Inside a test suite of your own
@@ -339,18 +355,19 @@ print(re.search("(?m)^host pools: .*", told)[0], in_pytest, sep="\n")
 # %% [markdown]
 # ## Against SGLang
 #
-# Adapters for an installed SGLang come with the project. `python -m verify --adapter sglang` takes each path that the installation has (its own functions on bare buffers: staged, bulk and register kernels, and the ops of `sglang-kernel`); `sglang-pools` builds SGLang's host pools themselves. A piece that is missing is *unsupported*, with the reason.
+# Adapters for an installed SGLang come with the project. `python -m verify --adapter sglang` takes each path that the installation has (its own functions on bare buffers: staged, bulk and register kernels, and the ops of `sglang-kernel`); `sglang-pools` builds SGLang's host pools themselves. A piece that is missing is *unsupported*; the report has the reason.
 
 # %%
-print("adapters:", *(name for name in protocol.SHIPPED if name.startswith("sglang")))
-print(*(f"this machine: {line}" for line in verify("--adapter", "sglang").splitlines()), sep="\n")
+show("adapters: " + ", ".join(name for name in protocol.SHIPPED if name.startswith("sglang")))
+for line in verify("--adapter", "sglang").splitlines():
+    print("this machine:", re.sub(r" \([^)]*\)", "", line))  # what lacks; the reasons are in the report
 
 # %% [markdown]
 # They need a GPU. What a run on an H200 found, with versions and the command that repeats each finding, is in `FINDINGS.md`.
 #
 # ## What a pass means, and what it does not
 #
-# Every byte of every buffer of these transfers was right, nothing beside them was touched, and what must be refused was refused. It says nothing about speed, about streams (`transfer` returns when all has arrived), or about who may overwrite what meanwhile: `verify/conformance/` checks the order and lifetimes of a controller, `notebooks/07_fast_paths.ipynb` the rates.
+# Every byte of every buffer of these transfers was right, nothing beside them was touched, and what must be refused was refused. It says nothing about speed, about streams (`transfer` returns when all has arrived), or about who may overwrite what meanwhile: `verify/conformance/` checks the order and lifetimes of a controller, [07_fast_paths](07_fast_paths.ipynb) shows rates.
 
 # %%
 assert round_trip, "its own test passes"
@@ -373,6 +390,8 @@ print("all claims hold")
 # %% [markdown]
 # ## Where to go next
 #
+# - [05_kl_multiturn](05_kl_multiturn.ipynb): what wrong bytes do to what a model says.
+# - [07_fast_paths](07_fast_paths.ipynb): how a GPU moves the bytes, and how fast.
 # - [01_layouts](01_layouts.ipynb): where the bytes of a page lie in each layout.
 # - [02_transfers](02_transfers.ipynb): how a plan of contiguous runs is found, and checked.
 # - `data/vectors/README.md`: the format, for readers in any language.

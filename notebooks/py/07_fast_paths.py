@@ -132,13 +132,12 @@ for way in WAYS:
     returned, passed = book.differing(host, expected), receipt.event.query()
     receipt.wait()
     rows.append([way, before, returned, book.differing(host, expected), "yes" if passed else "no"])
-    orders[way] = ", ".join(f"{one.what} ({one.detail})" for one in noting.told if one.detail)
+    orders[way] = "\n".join(f"{one.what} ({one.detail})" for one in noting.told if one.detail)
 heads = ["bytes that differ:\nbefore", "\nwhen the call returns", "\nafter wait()", "event passed\non return"]
 book.table(["backend", *heads], rows)
 lateness = {row[0]: row[1:] for row in rows}
 print()
-for way, told in orders.items():
-    print(f"{way}: {told}")
+book.table(["backend", "told to the device, in this order"], list(orders.items()))
 
 # %% [markdown]
 # ## The pipeline of `staged`
@@ -353,7 +352,9 @@ for run in described:
         engine[direction, run] = own[2], most[2], most[-1]
         own_ns = run / own[2]
         texts = [f"{own[2]:.1f}", f"{own_ns:.0f}", f"{described[run]:.1f}"]
-        rows.append([book.size(run), direction, own[0], *texts, most[0], f"{most[2]:.1f}", "yes" if most[-1] else "no"])
+        rows.append(
+            [book.size(run), direction, own[0], *texts, most[0], f"{most[2]:.1f}", "yes" if most[-1] else "no"]
+        )
 heads = [
     "held:\ndescriptors",
     "\nGB/s",
@@ -415,9 +416,6 @@ heads = [f"as measured:\n{near}", "\nmedian", "\nleast", f"committed table:\n{ne
 book.table(["portion", "rows", *heads], rows)
 ratio, _, chosen, best, rate, lasting, row = min(judged["variants"], key=lambda one: one[0])
 commit = bench["sessions"][row["session"]]["provenance"]["commit"][:7]
-print(
-    f"\nleast: {targets.name(row)}, commit {commit}: auto took {chosen}, {rate:.1f} GB/s; {best} lasts at {lasting:.1f}"
-)
 own_hosts = []
 for name in dict.fromkeys(row["portion"] for row in bench["rows"]):
     own = [
@@ -426,8 +424,12 @@ for name in dict.fromkeys(row["portion"] for row in bench["rows"]):
     taken = [per_descriptor(cell, "submit") for cell in own if cell["descriptors"] >= MANY]
     if taken:
         own_hosts.append(f"{name} {statistics.median(taken):.0f}")
-print(f"ns of the host for a descriptor, median of cells that were held: {', '.join(own_hosts)}")
-print(f"deciding takes the host {statistics.median(deciding) * 1e6:.0f} µs (median over rows of core and sglang)")
+book.say(
+    f"- least: {targets.name(row)}, commit {commit}: "
+    f"auto took {chosen}, {rate:.1f} GB/s; {best} lasts at {lasting:.1f}",
+    f"- ns of the host for a descriptor, median of cells that were held: {', '.join(own_hosts)}",
+    f"- deciding takes the host {statistics.median(deciding) * 1e6:.0f} µs (median over rows of core and sglang)",
+)
 
 # %% [markdown]
 # The row named there is a mistake that we made. The calibration of that commit counted the device's time alone, and saw the engine's own rate at a few thousand descriptors. `auto` believed it (the choices say so; tables are not in the file), and the host fell behind. Everything else is a matter of degree. A table knows the host of its own session, and hosts differ: where `direct` or `staged` needs thousands of descriptors, a slower host tips the scale. Small payloads (portion `sizes`) show what deciding costs: there the bytes take less time than the choice.
@@ -444,7 +446,9 @@ for row in rows_of("matmul"):
     for cell in row["cells"]:
         if cell["status"] == "measured" and cell["mover"] in book.BESIDE:
             beside = cell["interference"]
-            marks.append((cell["mover"], row["direction"], round(beside["gb_per_s"], 2), round(beside["slowdown"], 4)))
+            marks.append(
+                (cell["mover"], row["direction"], round(beside["gb_per_s"], 2), round(beside["slowdown"], 4))
+            )
             figure = cell["percent_of_ceiling"], beside["gb_per_s"], beside["slowdown"], (cell["blocks"] or 0) / sms
             figures.setdefault((cell["mover"], row["direction"]), []).append(figure)
 book.draw_slowdowns(marks)
@@ -582,7 +586,7 @@ advice = {
     "Never give direct many short runs: the host cannot describe them as fast as they move.": (
         f"runs of {book.size(SHORT)} and less: {said['short']}; {describe_ns:.0f} ns of the host for each"
     ),
-    "Where the layout keeps a page together and there is memory for a buffer, take staged: runs do not matter then.": (
+    "Where a layout keeps pages together and there is memory for a buffer, take staged: runs do not matter then.": (
         f"pieces of {book.size(PIECE)} and more: {said['pieces']}"
     ),
     "Where neither holds, take kernel: it moves any run at nearly the same rate.": (
@@ -595,8 +599,7 @@ advice = {
         f"{near} of the best backend in {near_share:.0%} of {len(ratios)} rows, {min(ratios):.2f} of it at least"
     ),
 }
-for number, (sentence, proof) in enumerate(advice.items(), 1):
-    print(f"{number}. {sentence}\n   {proof}")
+book.say(*(f"{n}. {sentence}\n    - {proof}" for n, (sentence, proof) in enumerate(advice.items(), 1)))
 
 # %% [markdown]
 # ## What was shown
@@ -650,6 +653,9 @@ print("all claims hold")
 # %% [markdown]
 # ## Where to go next
 #
+# - [06_your_implementation](06_your_implementation.ipynb): the bytes of your own transfers, checked.
+# - [08_load_while_computing](08_load_while_computing.ipynb): what of a load hides behind a model's computing.
+# - [04_pairings](04_pairings.ipynb): every pairing of one model, on your GPU or the committed one, with advice.
 # - [02_transfers](02_transfers.ipynb): where runs come from.
 # - [03_hybrid_stacks](03_hybrid_stacks.ipynb): transfers of all pools of a model, in order with its steps.
 # - `kernels_cupy/staged.py`: the pipeline. `verify/test_staged.py` and `verify/test_ordering.py` look at every edge of it in many orders.

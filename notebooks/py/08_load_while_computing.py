@@ -38,7 +38,7 @@ from verify.bench.gpu import here
 from verify.bench.gpu.overlap import report
 
 path, results = here.shown("overlap", RESULTS)
-print(here.label(path, results))
+book.say(here.label(path, results))
 ways = report.ways(results)
 counts = Counter(way.row["model"] for way in ways)
 models = [model for model, _ in counts.most_common()]  # the one with most cells first
@@ -127,7 +127,9 @@ for name, slow in (("the bus is the slower one", True), ("the model is the slowe
     side = [way for way in long_enough if way.cell["by_layer"] and (way.ratio < 1) == slow]
     if side:
         reached = [way.hidden / min(way.ratio, 1) for way in side]
-        print(f"{name}, layers arrive one by one: {statistics.median(reached):.0%} of what could be hidden is (median)")
+        print(
+            f"{name}, layers arrive one by one: {statistics.median(reached):.0%} of what could be hidden is (median)"
+        )
 
 # %% [markdown]
 # At the top, a step takes no longer than with a resident prefix; at zero, as long as if it had loaded first and computed then; below, even longer. The line is the prediction. Marks lie on it where loading is the slower stage by far; elsewhere they fall short by what the host takes to submit the load, and by what the two stages take from each other.
@@ -176,7 +178,9 @@ for row in results["rows"]:
     if not mine:
         continue
     by_layer, at_once = min(mine, key=lambda w: w.by_layer_s), min(mine, key=lambda w: w.all_first_s)
-    gain = gains[row["model"], row["prefix_tokens"], row["new_tokens"]] = 1 - by_layer.by_layer_s / at_once.all_first_s
+    gain = gains[row["model"], row["prefix_tokens"], row["new_tokens"]] = (
+        1 - by_layer.by_layer_s / at_once.all_first_s
+    )
     tokens = f"{row['prefix_tokens']:,} + {row['new_tokens']:,}"
     sides = by_layer.name, f"{1e3 * by_layer.by_layer_s:.1f}", at_once.name, f"{1e3 * at_once.all_first_s:.1f}"
     lines.append([row["model"], tokens, *sides, f"{gain:+.0%}"])
@@ -201,7 +205,9 @@ lines = []
 for what, found in errors.items():
     sizes = sorted(map(abs, found))
     within = sum(size <= 0.05 for size in sizes) / len(sizes)
-    lines.append([what, f"{statistics.median(sizes):.1%}", f"{within:.0%}", f"{min(found):+.0%}", f"{max(found):+.0%}"])
+    lines.append(
+        [what, f"{statistics.median(sizes):.1%}", f"{within:.0%}", f"{min(found):+.0%}", f"{max(found):+.0%}"]
+    )
 book.table(["prediction from", "median\nerror", "within\n5 %", "most too\nshort", "most too\nlong"], lines)
 print("\nfarthest off, from each layer's own times:")
 farthest = sorted(ways, key=lambda w: -abs(w.predicted_s / w.by_layer_s - 1))[:5]
@@ -276,4 +282,9 @@ for model in models:
 book.table(["model", "layout, backend", "mean of steps by layer\nover the fastest", "worst"], lines)
 
 # %% [markdown]
-# Rates of the same layouts and backends without a model beside them are in `04_pairings.ipynb`; how the backends work, in `07_fast_paths.ipynb`; which waits a controller needs so that all of this is correct, in `03_hybrid_stacks.ipynb`.
+# ## Where to go next
+#
+# - [07_fast_paths](07_fast_paths.ipynb): how the backends work.
+# - [04_pairings](04_pairings.ipynb): rates of the same layouts and backends without a model beside them.
+# - [03_hybrid_stacks](03_hybrid_stacks.ipynb): which waits a controller needs so that all of this is correct.
+# - [00_quickstart](00_quickstart.ipynb): from the beginning.

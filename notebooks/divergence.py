@@ -1,0 +1,250 @@
+"""Tables and drawings of notebook 05: requests of scenarios, rates of pairs, what faults do."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import book
+import matplotlib.pyplot as plt
+from book import Axes, Figure, Line2D, Rectangle
+from matplotlib.patches import Patch
+
+from refimpl import LAYOUTS
+from verify import mamba_study, tampering
+from verify.bench import noise
+from verify.bench.gpu import recommend, targets
+from verify.multiturn import Answer
+
+# ---- requests
+
+
+def draw_scenarios(diagram: Mapping[str, Sequence[Sequence[Answer]]], page_size: int) -> Figure:
+    """Scenario -> rounds -> answers: a line for each request, by what became of its tokens."""
+    lines = {name: sum(map(len, found)) + 0.6 * len(found) for name, found in diagram.items()}
+    figure, axes = plt.subplots(
+        len(diagram),
+        1,
+        figsize=(9.6, 0.21 * sum(lines.values()) + 1.4),
+        sharex=True,
+        height_ratios=list(lines.values()),
+    )
+    looks = {
+        "from the host": ("#0072B2", ""),
+        "on the device by then": ("#BBBBBB", ""),
+        "computed, in chunks": ("#FFF7D6", ""),
+        "said, token by token": ("#DE9B72", "////"),
+    }
+    for ax, (name, found) in zip(axes, diagram.items(), strict=True):
+        y, ticks = 0.0, []
+        for number, answers in enumerate(found, 1):
+            ticks.append((y + len(answers) / 2, f"round {number}"))
+            for a in answers:
+                ends = (a.from_host, a.cached, max(a.cached, a.request.prompt), len(a.request.tokens))
+                for begin, end, (colour, hatch) in zip((0, *ends), ends, looks.values(), strict=False):
+                    if end > begin:
+                        box = Rectangle(
+                            (begin, y + 0.1), end - begin, 0.8, facecolor=colour, edgecolor="#555555", lw=0.6
+                        )
+                        box.set_hatch(hatch)
+                        ax.add_patch(box)
+                y += 1
+            y += 0.6
+        ax.set(xlim=(0, 85), ylim=(y - 0.4, -0.3))
+        ax.set_yticks([at for at, _ in ticks], [text for _, text in ticks], fontsize=8.5)
+        ax.tick_params(axis="y", length=0)
+        ax.spines[["left", "bottom"]].set_visible(ax is axes[-1])
+        ax.spines["left"].set_visible(False)
+        ax.tick_params(axis="x", length=3 if ax is axes[-1] else 0)
+        ax.set_xticks(range(0, 85, page_size))
+        ax.grid(axis="y", visible=False)
+        ax.set_title(name, fontsize=10)
+    axes[-1].set_xlabel("token of the request; lines are at edges of pages", fontsize=9)
+    keys = [
+        Patch(facecolor=colour, edgecolor="#555555", hatch=hatch, label=label)
+        for label, (colour, hatch) in looks.items()
+    ]
+    figure.legend(handles=keys, loc="outside lower center", ncols=4, fontsize=9)
+    return figure
+
+
+# ---- rates of pairs
+
+MOVERS = ("direct", "kernel", "staged")
+CLAIMED, OTHER = ("page_first_direct", "direct"), ("page_first", "kernel")
+EQUAL = 1 + noise.FLOOR
+
+Pool = tuple[str, str]  # model, pool
+Rates = dict[str, dict[tuple[str, str], float]]  # direction -> (layout, backend) -> GB/s
+
+
+def rates(rows: Sequence[recommend.Content]) -> dict[Pool, Rates]:
+    """GB/s of each pool in each direction by each pair."""
+    found: dict[Pool, Rates] = {}
+    for row in rows:
+        of_pairs = found.setdefault((row["case"], row["pool"]), {}).setdefault(row["direction"], {})
+        of_pairs |= {
+            (row["layout"], c["mover"]): c["gb_per_s"] for c in targets.measured(row) if c["mover"] in MOVERS
+        }
+    return found
+
+
+def show_rates(found: Mapping[Pool, Rates], largest: Mapping[Pool, Mapping[str, float]]) -> None:
+    """A table for each model. `largest` is the largest KL of each pool and layout in a small model of its kind."""
+    for model in dict.fromkeys(model for model, _ in found):
+        rows = []
+        for who, by_direction in found.items():
+            for layout in LAYOUTS if who[0] == model else ():
+                figures = [by_direction[d].get((layout, way)) for d in ("backup", "load") for way in MOVERS]
+                if any(figures):
+                    kl = f"{largest[who][layout]:g}" if layout in largest[who] else "."
+                    rows.append([who[1], layout, kl, *(f"{x:.1f}" if x else "-" for x in figures)])
+        heads = [f"{d}\n{way}" if way == "direct" else f"\n{way}" for d in ("backup", "load") for way in MOVERS]
+        print(f"{model}, GB/s\n")
+        book.table(["pool", "layout", "KL", *heads], rows)
+        print()
+
+
+def verdict(rate: float, other: float) -> str:
+    return "slower" if rate * EQUAL < other else "faster" if rate > EQUAL * other else "equal"
+
+
+def verdicts(found: Mapping[Pool, Rates]) -> dict[tuple[Pool, str], dict[str, str]]:
+    """Of each pool and direction, how the claimed pair compares with the other one, and with the fastest."""
+    return {
+        (who, direction): {
+            "other": verdict(of_pairs[CLAIMED], of_pairs[OTHER]),
+            "best": verdict(of_pairs[CLAIMED], max(of_pairs.values())),
+        }
+        for who, by_direction in found.items()
+        for direction, of_pairs in by_direction.items()
+    }
+
+
+def show_verdicts(found: Mapping[Pool, Rates], runs: Mapping[Pool, int]) -> None:
+    """A row for each pool, with a line for each direction."""
+    told = verdicts(found)
+    rows = []
+    for who, by_direction in found.items():
+        lines = []
+        for direction, of_pairs in by_direction.items():
+            best = max(of_pairs, key=of_pairs.__getitem__)
+            figures = (
+                f"{of_pairs[CLAIMED]:.1f}",
+                f"{of_pairs[OTHER]:.1f}",
+                f"{of_pairs[best]:.1f} ({', '.join(best)})",
+            )
+            mine, other, fastest = figures
+            lines.append(
+                [direction, mine, other, told[who, direction]["other"], fastest, told[who, direction]["best"]]
+            )
+        cells = ["\n".join(column) for column in zip(*lines, strict=True)]
+        rows.append(["\n".join(who), book.size(runs[who]), *cells])
+    heads = ["pool", "run", "", "it,\nGB/s", "kernel,\nGB/s", "so it\nis", "the fastest pair", "so it\nis"]
+    book.table(heads, rows)
+
+
+# ---- faults
+
+FAULT_LOOKS = {
+    "none": ("*", "#000000"),
+    "a sign bit flipped": ("o", "#0072B2"),
+    "a stale page": ("s", "#D55E00"),
+    "a state one step late": ("D", "#009E73"),
+    "two layers swapped": ("^", "#CC79A7"),
+}
+ZERO = 3e-7  # where a log scale has its zero
+
+
+def _zero_and_powers(ax: Axes, last: int) -> None:
+    """A log scale whose first tick is an exact zero."""
+    powers = range(-6, last + 1)
+    ax.set_xscale("log")
+    ax.minorticks_off()
+    ax.set_xticks(
+        [ZERO, *(10.0**p for p in powers)], ["0", *(f"1e{p}" if p < -2 else f"{10.0**p:g}" for p in powers)]
+    )
+    ax.axvline(ZERO * 1.8, color="#999999", lw=0.8, ls=":", marker="")
+    ax.grid(axis="y", color="#EEEEEE")
+    ax.tick_params(axis="y", length=0)
+
+
+def draw_sensitivity(found: Sequence[tampering.Finding]) -> Figure:
+    """A mark for each fault, by model, beside the threshold of the nearest test upstream."""
+    figure, ax = plt.subplots(figsize=(9.6, 7.6))
+    y, ticks = 0.0, []
+    for model in dict.fromkeys(f.model for f in found):
+        mine = [f for f in found if f.model == model]
+        for f in mine:
+            marker, colour = FAULT_LOOKS[f.fault]
+            ax.plot(max(f.kl, ZERO), y, marker=marker, color=colour, ls="", ms=8 if f.fault == "none" else 6)
+            ticks.append((y, f"{model}: no fault" if f.fault == "none" else f.where))
+            y += 1
+        threshold = tampering.THRESHOLDS[model]
+        ax.plot((threshold, threshold), (y - len(mine) - 0.5, y - 0.5), color="black", lw=2, ls="-", marker="")
+        ax.text(threshold * 1.12, y - len(mine) - 0.05, f"{threshold:g}", fontsize=8, va="center")
+        y += 0.8
+    ax.set_yticks([at for at, _ in ticks], [text for _, text in ticks], fontsize=8)
+    ax.set(ylim=(y - 0.8, -0.8), xlim=(ZERO * 0.6, 2), xlabel="KL in nats, mean over the requests")
+    _zero_and_powers(ax, 0)
+    keys = [
+        Line2D([], [], marker=m, color=c, ls="", ms=6, label=fault)
+        for fault, (m, c) in FAULT_LOOKS.items()
+        if fault != "none"
+    ]
+    keys.append(Line2D([], [], color="black", lw=2, ls="-", marker="", label="upstream's threshold"))
+    ax.legend(handles=keys, loc="upper center", bbox_to_anchor=(0.45, -0.08), ncols=3, fontsize=9)
+    return figure
+
+
+# ---- candidates for a deviation
+
+CANDIDATE_LOOKS = {
+    "staging reused": ("X", "#D55E00"),
+    "overwritten before the copy": ("o", "#0072B2"),
+    "strided slots read as packed": ("v", "#000000"),
+    "parts of different steps": ("s", "#009E73"),
+    "copied before the last layer": ("^", "#CC79A7"),
+    "wrong width": ("D", "#E69F00"),
+}
+
+
+def draw_study(
+    study: Sequence[mamba_study.Signature], before: tuple[float, float], after: tuple[float, float]
+) -> Figure:
+    """Divergence of each candidate beside the published ranges; and how soon what it does fades."""
+    figure, (left, right) = plt.subplots(1, 2, figsize=(9.6, 5.4), width_ratios=(1.5, 1))
+    for (low, high), colour, label in (
+        (before, "#D9D9D9", "published,\nbefore"),
+        (after, "#F7D9A8", "published,\nafter"),
+    ):
+        left.axvspan(low, high, facecolor=colour, edgecolor="none", zorder=0)
+        left.text(math.sqrt(low * high), -1.0, label, ha="center", va="bottom", fontsize=7.5)
+    shown = [s for s in study if s.candidate != "none"]
+    for y, s in enumerate(shown):
+        marker, colour = CANDIDATE_LOOKS[s.candidate]
+        if s.hit:
+            left.plot((s.kl, s.kl_of_hit), (y, y), color=colour, lw=1, ls="-", marker="")
+            left.plot(s.kl, y, marker=marker, color=colour, mfc="white", ls="", ms=6)
+            right.plot(s.near, s.far, marker=marker, color=colour, ls="", ms=7)
+        left.plot(max(s.kl_of_hit, 8e-4), y, marker=marker if s.hit else "*", color=colour, ls="", ms=6)
+    left.set_xscale("log")
+    left.minorticks_off()
+    left.set_xticks(
+        [8e-4, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5],
+        ["0", *(f"{x:g}" for x in (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5))],
+        fontsize=8,
+    )
+    left.axvline(1.15e-3, color="#999999", lw=0.8, ls=":", marker="")
+    left.set_yticks(range(len(shown)), [s.variant or "slots as packed" for s in shown], fontsize=8)
+    left.tick_params(axis="y", length=0)
+    left.set(xlim=(6e-4, 0.8), ylim=(len(shown) - 0.4, -0.7), xlabel="KL, nats")
+    right.plot((0, 3), (0, 3), color="#999999", lw=0.8, ls=":", marker="")
+    tilted = {"rotation": 45, "rotation_mode": "anchor", "transform_rotates_text": True}
+    right.text(0.98, 0.99, "does not fade", ha="right", va="bottom", fontsize=8, **tilted)
+    right.set(xlim=(0, 1.1 * max(s.near for s in study)), ylim=(0, 1.05))
+    right.set_xlabel(f"mean change of a log-probability, nats,\nfirst {mamba_study.NEAR} tokens behind the prefix")
+    right.set_ylabel(f"the same after the {mamba_study.FAR}th token")
+    keys = [Line2D([], [], marker=m, color=c, ls="", ms=6, label=name) for name, (m, c) in CANDIDATE_LOOKS.items()]
+    figure.legend(handles=keys, loc="outside lower center", ncols=3, fontsize=9)
+    return figure
