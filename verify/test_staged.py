@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from kernels_cupy import copy_engine
-from kernels_cupy.pieces import joined
+from kernels_cupy.pieces import joined, pieces
 from kernels_cupy.runtimes import emulated
 from kernels_cupy.staged import Staged
 from refimpl import LAYOUTS, Component, DevicePool, HostMemory, HostPool, PoolSpec, oracle, presets, slots_of, support
@@ -303,9 +303,13 @@ def test_some_layers_of_a_pool_of_one_page_are_loaded(layout: str, layers: tuple
     host, at = HostPool(spec, layout, 1, "staged", platform="emulated"), (slots_of([0], 4), slots_of([2], 4))
     fill.fill_host(host)
     device, right = DevicePool(spec, 4), DevicePool(spec, 4)
-    host.prepare(device, *at, "load").run(layers).wait()
+    transfer = host.prepare(device, *at, "load")
+    transfer.run(layers).wait()
     oracle.load(host, right, *at, layers)
     assert all(torch.equal(device.buffer(c, i), right.buffer(c, i)) for c in "kv" for i in range(4))
+    begin_of_v = host.buffer("v").data_ptr()
+    if layout != "page_unified":  # K and V of a page are one piece there
+        assert not any(p.begin < begin_of_v < p.begin + p.nbytes for p in pieces(transfer.plan(), layers, exact=False))
 
 
 def test_entries_of_pages_that_hold_one_are_loaded_through_the_smallest_buffer() -> None:
