@@ -555,13 +555,14 @@ FAULTS = (
     (faults.WaitsForTheFirstLayerOfAState, ordering.check_whole_states, "six-states"),
     (faults.ForgetsTheWriteFence, ordering.check_backup_reads_what_a_forward_pass_wrote, "mha"),
 )
-caught = {}  # controller, check -> in how many orders
+caught, lines = {}, []  # (controller, check) -> in how many orders
 for fault, check, kind in FAULTS:
     for make in (Controller, fault):
         said = verdicts(make, check, kind)
         caught[make.__name__, check.__name__] = said.total()
-        print(f"{make.__name__}, {check.__name__}: caught in {said.total()} of {SEEDS} orders")
-    book.say(f"> {said.most_common(1)[0][0]}")
+        lines.append(f"- `{make.__name__}`, `{check.__name__}`: caught in {said.total()} of {SEEDS} orders")
+    lines.append(f"  > {said.most_common(1)[0][0]}")
+book.say("\n".join(lines))
 
 # %% [markdown]
 # ## The rules of order
