@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from kernels_cupy.jobs import End, Job, jobs
+from kernels_cupy.jobs import End, Job, jobs, runs_and_bytes
 from refimpl.plan import Loop, Plan
 
 
@@ -43,10 +43,16 @@ class Part:
 
 
 def pieces(plan: Plan, layers: tuple[int | None, ...], exact: bool) -> list[Piece]:
-    """Pieces of host memory that hold every run of an item; `exact`: nothing else, for they will be overwritten."""
+    """Pieces of host memory that hold every run of an item; `exact`: nothing else, for they will be overwritten.
+
+    Never more than an item has in all: between the heads of a rank lie those of others, and there is no room for them.
+    """
     key = ("pieces", layers, exact)
     if key not in plan.derived:
-        plan.derived[key] = list(_pieces(plan, layers, exact))
+        found = list(_pieces(plan, layers, exact))
+        if sum(piece.nbytes for piece in found) > runs_and_bytes(plan, tuple(plan.layers), 1)[1]:
+            found = list(_pieces(plan, layers, exact=True))
+        plan.derived[key] = found
     return plan.derived[key]
 
 

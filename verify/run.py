@@ -35,7 +35,8 @@ def main(argv: Sequence[str]) -> int:
     args.out.mkdir(parents=True, exist_ok=True)
     books = notebooks.committed() if args.notebooks is None else args.notebooks
     device = _device(args)
-    executed = notebooks.execute(books, args.out / "notebooks", env=for_notebooks(args, device.path)) if books else []
+    parameters = for_notebooks(args, device.path.parent)
+    executed = notebooks.execute(books, args.out / "notebooks", env=parameters) if books else []
     rows = list(tqdm(measure.rows(settings), desc="matrix", total=measure.count_rows(settings), unit="row"))
     content = results.as_json(settings, rows, command_line("verify"))
     results.write(args.out / "results.json", content)

@@ -6,6 +6,7 @@ seen. Tests marked `several_gpus` make the same claims with two GPUs, the first 
 
 from __future__ import annotations
 
+import itertools
 import json
 import mmap
 import multiprocessing
@@ -38,6 +39,7 @@ from refimpl import (
     build_stack,
     devices,
     numa,
+    oracle,
     presets,
     slots_of,
     support,
@@ -210,6 +212,24 @@ def test_a_rank_stores_the_pool_that_a_model_with_as_many_ranks_has(groups: int)
 def test_heads_that_cannot_be_shared_out_are_refused(spec: PoolSpec, ranks: int, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         RankPool(HostPool(spec, "page_first", 2), 0, ranks)
+
+
+@pytest.mark.emulated
+@pytest.mark.parametrize("layout", ["page_first", "page_first_direct", "page_head", "page_unified"])
+def test_a_rank_loads_through_the_smallest_buffer_of_its_own_pages(layout: str) -> None:
+    """Between its heads lie those of others, for which there is no room."""
+    spec = presets.mha(layers=2, heads=4, head_dim=8, page_size=4)
+    with HostPool(spec, layout, 2, "staged", platform="emulated", staging_pages=2) as whole:
+        fill.fill_host(whole)
+        reader = DevicePool(spec, 2)
+        oracle.load(whole, reader, slots_of([0, 1], 4), slots_of([1, 0], 4))
+        for rank in range(2):
+            own = RankPool(whole, rank, 2)
+            device = DevicePool(own.spec, 2)
+            own.load_all(device, slots_of([0, 1], 4), slots_of([1, 0], 4)).wait()
+            for name, layer in itertools.product("kv", range(2)):
+                heads = reader.buffer(name, layer)[:, 2 * rank : 2 * rank + 2]
+                assert torch.equal(device.buffer(name, layer), heads), f"{name} of layer {layer}, rank {rank}"
 
 
 def test_ranks_share_the_slots_of_the_whole_pool_and_its_end() -> None:

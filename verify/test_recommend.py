@@ -175,6 +175,13 @@ def test_curves_are_by_number_and_length_of_runs() -> None:
     assert recommend.curves(content) == {("load", "direct"): {64: {512: 0.5}}, ("load", "kernel"): {64: {512: 1.0}}}
 
 
+def test_a_folder_has_results_of_some_kinds(tmp_path: Path) -> None:
+    """What `make run` measured lies in one; every notebook asks it for its own kind."""
+    (tmp_path / "bench.json").write_text('{"rows": []}', encoding="utf-8")
+    assert here.shown("bench", str(tmp_path)) == (tmp_path / "bench.json", {"rows": []})
+    assert here.shown("overlap", str(tmp_path))[0] == here.committed("overlap")
+
+
 def test_committed_results_are_shown_where_a_file_is_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert here.shown("bench")[0] == here.shown("bench", "committed")[0] == here.committed("bench")

@@ -27,15 +27,25 @@ def shown(name: str, source: str = "", **asked: Any) -> tuple[Path, Content]:
     """A result file and its content.
 
     name    one of `MEASURE`
-    source  the path of a file, or "committed", or "": measured now on this machine's GPU, committed if there is none
+    source  the path of a file, or of a folder (its file of that name, or else the committed one), or "committed", or
+            "": measured now on this machine's GPU, committed if there is none
     asked   for the function that measures, where it does
     """
     if source or not torch.cuda.is_available():
-        path = committed(name) if source in ("", "committed") else ROOT / source
+        path = _chosen(name, source)
     else:
         path = MEASURED / f"{name}.json"
         MEASURE[name](path, **asked)
     return path, json.loads(path.read_text(encoding="utf-8"))
+
+
+def _chosen(name: str, source: str) -> Path:
+    if source in ("", "committed"):
+        return committed(name)
+    path = ROOT / source
+    if path.is_dir():
+        return path / f"{name}.json" if (path / f"{name}.json").exists() else committed(name)
+    return path
 
 
 def committed(name: str) -> Path:
