@@ -552,6 +552,37 @@ def test_adapters_are_named_or_come_from_the_environment(
     assert any("cases are missing" in problem for problem in report.problems(tmp_path / "report.json"))
 
 
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("def capabilities(: pass", "cannot be loaded: SyntaxError: "),
+        ("import ctypes\nctypes.CDLL('./no.so')", "cannot be loaded: OSError: "),
+        ("import no_such_package", "No module named 'no_such_package'; is its folder on PYTHONPATH?"),
+    ],
+)
+def test_an_adapter_that_cannot_be_loaded_is_told_in_a_line(
+    code: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "not_ready.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "not_ready", raising=False)
+    assert cli.main(["adapter", "not_ready", "--family", "custom", "--same-process"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert said in line
+
+
+def test_a_folder_that_cannot_be_written_is_told_before_any_case(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "taken").write_text("")
+    assert cli.main(["adapter", "null", "--out", str(tmp_path / "taken")]) == 2
+    said = capsys.readouterr()
+    assert (said.out, said.err) == (
+        "",
+        f"no report can be written to {tmp_path / 'taken'} (File exists): name another folder\n",
+    )
+
+
 def test_the_reference_reports_on_itself_where_no_adapter_is_named(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -374,6 +374,13 @@ def test_the_c_consumer_sees_one_digit(folder: Path, file: str, after: str) -> N
     assert run_c(folder).returncode != 0
 
 
+def test_the_c_consumer_without_files_checks_nothing_and_says_so(folder: Path) -> None:
+    for file in folder.glob("*.txt"):
+        file.unlink()
+    done = run_c(folder)
+    assert (done.returncode, "no files: " in done.stderr) == (2, True)
+
+
 NUMPY_MISTAKES = [
     (
         '"page_first": (tokens * layers * row, layers * row, row,',

@@ -29,8 +29,10 @@ def adapter(argv: Sequence[str]) -> int:
     groups, folder = [*suite.groups(options.family)], options.out or options.report
     name = options.name or options.adapter or os.environ.get(VARIABLE) or (REFERENCE if options.report else None)
     try:
+        if folder:
+            report.require_folder(folder)  # before all cases are run for nothing
         loaded, results = _results(name, groups, options.same_process)
-    except NoAdapter as error:
+    except (NoAdapter, report.NoFolder) as error:
         print(error, file=sys.stderr)
         return 2
     stale = runner.stale(loaded, [outcome for _, _, outcome in results])

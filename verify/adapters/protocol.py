@@ -113,9 +113,11 @@ def load(name: str | None = None) -> Loaded:
         module = found = importlib.import_module(module_name)
         for attribute in path.split(".") if path else ():
             found = getattr(found, attribute)
+        adapter: Any = found() if isinstance(found, type) else found
     except (ImportError, AttributeError) as error:
-        raise NoAdapter(f"there is no adapter {name!r}: {error}") from error
-    adapter: Any = found() if isinstance(found, type) else found
+        raise NoAdapter(f"there is no adapter {name!r}: {error}; is its folder on PYTHONPATH?") from error
+    except Exception as error:  # somebody else's code: whatever it raises
+        raise NoAdapter(f"adapter {name!r} cannot be loaded: {type(error).__name__}: {error}") from error
     missing = [f for f in ("capabilities", "transfer") if not callable(getattr(adapter, f, None))]
     if missing:
         raise NoAdapter(f"adapter {name!r} has no function {' and no function '.join(missing)}")

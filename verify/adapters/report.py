@@ -99,9 +99,20 @@ def conforms(content: Json) -> bool:
     return moved(content) and counts["failed"] + counts["expected"] == 0
 
 
+class NoFolder(ValueError):
+    """There is nowhere to write a report."""
+
+
+def require_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise NoFolder(f"no report can be written to {folder} ({error.strerror}): name another folder") from error
+
+
 def write(folder: Path, content: Json) -> None:
     """report.json, conformance.html and badge.svg: names that the pages of `make run` do not have."""
-    folder.mkdir(parents=True, exist_ok=True)
+    require_folder(folder)
     (folder / "report.json").write_text(as_text(content), encoding="utf-8")
     (folder / "conformance.html").write_text(as_page(content), encoding="utf-8")
     (folder / "badge.svg").write_text(as_badge(content), encoding="utf-8")

@@ -448,6 +448,7 @@ static void died(int sent) {
 int main(int files, char **names) {
     int64_t checked = 0, wrong = 0, unsupported = 0;
     signal(SIGSEGV, died), signal(SIGABRT, died);
+    if (files < 2) { fprintf(stderr, "no files: %s data/vectors/mha.txt ...\n", names[0]); return 2; }
     for (int f = 1; f < files; f++) {
         if (!(in = fopen(names[f], "r"))) { perror(names[f]); return 2; }
         expect("vectors");
