@@ -11,9 +11,9 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from refimpl import LAYOUTS
+from refimpl import LAYOUTS, presets
 from verify import notebooks, page
-from verify.arguments import Parser, positive
+from verify.arguments import Parser, listed, positive
 from verify.bench import measure, options, results
 from verify.bench import report as tables
 from verify.bench.gpu import here, recommend
@@ -84,11 +84,12 @@ def _device(args: argparse.Namespace) -> Device:
         print(f"measuring this GPU, about {args.budget} s", file=sys.stderr)
         here.measure_bench(path, models, args.page_size, payload, args.layouts, args.budget)
     path, content = here.shown("bench", str(path))
+    measured = [model for model in presets.MODELS if recommend.rows_of(content, model, layouts=args.layouts)]
     advice = []
     for model in models:
         rows = recommend.rows_of(content, model, args.page_size, args.layouts)
         advice += [f"{model}, {sentence}" for sentence in recommend.advice(content, rows)] or [
-            f"{model}: not among these results"
+            f"{model}: not among these results, which have {listed(measured) or 'no model'}; on a GPU it is measured"
         ]
     return Device(path, content, here.label(path, content), advice)
 
