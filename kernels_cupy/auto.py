@@ -23,7 +23,7 @@ from kernels_cupy.pieces import pieces
 from kernels_cupy.sm_copy import SmCopy
 from kernels_cupy.staged import Staged
 from refimpl.backends.protocol import Backend, Setup
-from refimpl.devices import number_of, platform_of, settled
+from refimpl.devices import platform_of
 from refimpl.indices import Items
 from refimpl.plan import Plan
 from refimpl.receipt import Receipt
@@ -179,9 +179,7 @@ def table_path(device: str) -> Path:
     from kernels_cupy.specs import HASH
     from refimpl.cudart import cudart
 
-    name = f"{torch.cuda.get_device_name(number_of(settled(device)))} driver {cudart().driver} kernels {HASH}".replace(
-        "/", " "
-    )
+    name = f"{torch.cuda.get_device_name(device)} driver {cudart().driver} kernels {HASH}".replace("/", " ")
     return CACHE / f"{name}.json"
 
 

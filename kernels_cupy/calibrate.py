@@ -26,7 +26,7 @@ from kernels_cupy.runtimes import runtime
 from kernels_cupy.specs import HASH
 from kernels_cupy.staged import HALVES
 from refimpl.device_pool import DevicePool
-from refimpl.devices import number_of, platform_of, settled
+from refimpl.devices import platform_of, settled
 from refimpl.geometry import Component, PoolSpec
 from refimpl.host_pool import HostPool
 from refimpl.indices import slots_of
@@ -112,7 +112,7 @@ def _measure(device: str) -> dict[str, Any]:
             backends[name] = rates
     finally:
         memory.close()
-    model = torch.cuda.get_device_name(number_of(device)) if on_gpu else platform_of(device)
+    model = torch.cuda.get_device_name(device) if on_gpu else platform_of(device)
     return {"device": model, "kernels": HASH, "backends": backends}
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-NAME = re.compile(r"(cuda|emulated)(:\d+)?|(?!cuda|emulated).*")
+NAME = re.compile(r"([a-z]+)(?::(0|[1-9]\d*))?")
 
 
 def platform_of(device: str) -> str:
@@ -35,14 +35,18 @@ def number_of(device: str) -> int:
 def settled(device: str) -> str:
     """The name with its number: "cuda" is the GPU that is current now. `ValueError` where the number is none.
 
-    >>> settled("cuda:1"), settled("emulated"), settled("cpu")
+    >>> settled("cuda:1"), settled("emulated"), settled("cpu:0")
     ('cuda:1', 'emulated:0', 'cpu')
     """
-    if not NAME.fullmatch(device):
+    name = NAME.fullmatch(device)
+    if not name:
         raise ValueError(f"{device!r} names no device: write 'cuda:1' for the second GPU, 'cuda' for the current one")
-    if device == "cuda":
-        return f"cuda:{torch.cuda.current_device() if torch.cuda.is_available() else 0}"
-    return "emulated:0" if device == "emulated" else device
+    platform, number = name.groups()
+    if platform == "cpu":
+        return platform
+    if platform == "cuda" and number is None and torch.cuda.is_available():
+        number = torch.cuda.current_device()
+    return f"{platform}:{number or 0}" if platform in ("cuda", "emulated") else device
 
 
 def memory_of(device: str) -> str:

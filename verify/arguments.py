@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import NoReturn
 
 UNITS = {"": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
@@ -38,6 +40,25 @@ def positive(text: str) -> int:
     if not re.fullmatch(r"\d+", text) or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be a positive integer, got {text!r}")
     return int(text)
+
+
+def folder(text: str) -> Path:
+    """A folder to write to. It is made, so that nothing is worked out for nothing."""
+    path = Path(text)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"nothing can be written to {text!r}: {error.strerror}") from error
+    if not os.access(path, os.W_OK):
+        raise argparse.ArgumentTypeError(f"nothing can be written to {text!r}: it is not yours to write to")
+    return path
+
+
+def file(text: str) -> Path:
+    """A file to read."""
+    if not Path(text).is_file():
+        raise argparse.ArgumentTypeError(f"there is no file {text!r}")
+    return Path(text)
 
 
 def nbytes(text: str) -> int:

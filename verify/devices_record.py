@@ -5,7 +5,6 @@ Beside `verify.gpu_record`, which one GPU is enough for. `test_devices.py` reads
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import time
@@ -19,6 +18,7 @@ import torch
 from kernels_cupy.specs import HASH
 from refimpl import numa
 from refimpl.cudart import cudart
+from verify.arguments import Parser
 from verify.bench.gpu.results import gpu
 from verify.bench.provenance import ROOT, command_line, provenance
 from verify.gpu_record import OUTCOMES, counted, outcome, run_tests
@@ -55,9 +55,7 @@ def devices() -> list[dict[str, Any]]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m verify.devices_record", description=(__doc__ or "").splitlines()[0]
-    )
+    parser = Parser(prog="python -m verify.devices_record", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, help="data/results/<device>-x2/devices.json, say")
     parser.add_argument("--commit", help="where git is not at hand: the commit that this is a clean copy of")
     options, pytest = parser.parse_known_args(arguments)

@@ -5,7 +5,6 @@ Machines without a GPU take the record's word (`verify/test_recorded.py`), as lo
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import subprocess
@@ -21,6 +20,7 @@ from typing import Any
 
 from kernels_cupy.specs import HASH
 from refimpl.cudart import cudart
+from verify.arguments import Parser
 from verify.bench.gpu.results import gpu
 from verify.bench.provenance import ROOT, command_line, provenance
 
@@ -123,7 +123,7 @@ def record(command: list[str], logs: Sequence[Path], commit: str | None, pytest:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m verify.gpu_record", description=(__doc__ or "").splitlines()[0])
+    parser = Parser(prog="python -m verify.gpu_record", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, help="data/results/<device>/verify.json, say")
     parser.add_argument("--sanitizer", type=Path, nargs="+", default=[], metavar="LOG", help="memcheck.log, …")
     parser.add_argument("--commit", help="where git is not at hand: the commit that this is a clean copy of")

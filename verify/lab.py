@@ -11,7 +11,6 @@ Needs playwright (the extra `browser`) and a Chromium: of the system, or the one
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shutil
@@ -29,6 +28,7 @@ import nbformat
 import psutil
 from nbformat import NotebookNode
 
+from verify.arguments import Parser
 from verify.notebooks import CELL_TIMEOUT, PARAMETERS, ROOT, build_font_cache, code_cells, committed, skip_reason
 
 if TYPE_CHECKING:
@@ -247,7 +247,7 @@ def missing() -> str:
 
 
 def main(arguments: Iterable[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m verify.lab")
+    parser = Parser(prog="python -m verify.lab")
     parser.add_argument("paths", nargs="*", type=Path, metavar="NOTEBOOK", help="of one folder; default: all")
     parser.add_argument("--if-browser", action="store_true", help="without a browser say so, and succeed")
     args = parser.parse_args(arguments)

@@ -7,7 +7,6 @@ follows the code. The score of a run over all of them is kept (`verify.score`), 
 
 from __future__ import annotations
 
-import argparse
 import ast
 import contextlib
 import io
@@ -27,6 +26,7 @@ from queue import SimpleQueue
 import pytest
 
 from verify import score
+from verify.arguments import Parser
 from verify.score import DATA, PACKAGES, ROOT
 
 TABLE = Path(__file__).with_name("mutants.toml")
@@ -125,9 +125,7 @@ def _run_tests(folder: Path, tests: tuple[str, ...]) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Run every mutant (or those of `--only TEXT`), print the survivors and the score."""
-    parser = argparse.ArgumentParser(
-        prog="python -m verify mutants", description="Run every mutant, print the survivors and the score."
-    )
+    parser = Parser(prog="python -m verify mutants", description="Run every mutant, print the survivors and the score.")
     parser.add_argument("--only", default="", metavar="TEXT", help="mutants whose fault or file contains TEXT")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     options = parser.parse_args(argv)

@@ -14,7 +14,6 @@ and with committed results, on every machine; `make run` and JupyterLab hand on 
     python -m verify.notebooks check|refresh|nbval [NOTEBOOK ...]
 """
 
-import argparse
 import os
 import re
 import subprocess
@@ -39,6 +38,8 @@ from nbconvert import HTMLExporter
 from nbformat import NotebookNode
 from nbstripout import strip_output
 from tqdm import tqdm
+
+from verify.arguments import Parser
 
 ROOT = Path(__file__).resolve().parent.parent
 NOTEBOOKS = ROOT / "notebooks"
@@ -312,7 +313,7 @@ def build_font_cache() -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m verify.notebooks")
+    parser = Parser(prog="python -m verify.notebooks")
     parser.add_argument("action", choices=["check", "refresh", "nbval"])
     parser.add_argument("paths", nargs="*", type=Path, metavar="NOTEBOOK", help="default: all")
     args = parser.parse_args()

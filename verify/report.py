@@ -18,7 +18,7 @@ from refimpl import LAYOUTS, Refusal, support
 from refimpl.backends import registry
 from refimpl.support import BACKENDS, DIRECTIONS, PLATFORMS
 from verify import matrix, page
-from verify.arguments import Parser
+from verify.arguments import Parser, folder
 from verify.toys import TOYS
 
 Status = Literal["pass", "fail", "not here", "refused"]
@@ -124,11 +124,10 @@ def _reasons(row: list[Entry]) -> str:
 def main(argv: Sequence[str]) -> int:
     """Write report.html into a folder, and print what it counts. Exit code 1 where a cell is wrong."""
     parser = Parser(prog="python -m verify report", description=main.__doc__)
-    parser.add_argument("--out", type=Path, default=Path("out"), metavar="FOLDER", help="default: %(default)s")
-    folder = parser.parse_args(argv).out
+    parser.add_argument("--out", type=folder, default="out", metavar="FOLDER", help="default: %(default)s")
+    out: Path = parser.parse_args(argv).out
     found = list(tqdm(entries(), desc="support", total=count(), unit="cell"))
-    folder.mkdir(parents=True, exist_ok=True)
-    target, counts = folder / "report.html", tally(found)
+    target, counts = out / "report.html", tally(found)
     target.write_text(as_page(found), encoding="utf-8")
     for status, number in counts.items():
         print(f"{number:6,} {status}: {MEANING[status]}")

@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from refimpl import LAYOUTS, presets
 from verify import notebooks, page
-from verify.arguments import Parser, listed, positive
+from verify.arguments import Parser, file, folder, listed, positive
 from verify.bench import measure, options, results
 from verify.bench import report as tables
 from verify.bench.gpu import here, recommend
@@ -24,15 +24,12 @@ from verify.bench.provenance import command_line
 from verify.bench.report import Content, Table
 from verify.notebooks import Result
 
-OUT = Path("out")
-
 
 def main(argv: Sequence[str]) -> int:
     """Measure, execute, print; index.html and result files in the output folder. Exit code 1 if something is wrong."""
     asking = parser()
     args = asking.parse_args(argv)
     settings = options.settings(args, asking)
-    args.out.mkdir(parents=True, exist_ok=True)
     books = notebooks.committed() if args.notebooks is None else args.notebooks
     device = _device(args)
     parameters = for_notebooks(args, device.path.parent)
@@ -59,9 +56,9 @@ def parser() -> argparse.ArgumentParser:
         "--budget", type=positive, default=here.BUDGET_S, metavar="S", help="to measure a GPU (default: %(default)s s)"
     )
     found.add_argument(
-        "--notebooks", type=Path, nargs="*", metavar="FILE", help="default: all of notebooks/; none if no file follows"
+        "--notebooks", type=file, nargs="*", metavar="FILE", help="default: all of notebooks/; none if no file follows"
     )
-    found.add_argument("--out", type=Path, default=OUT, metavar="FOLDER", help="default: %(default)s")
+    found.add_argument("--out", type=folder, default="out", metavar="FOLDER", help="default: %(default)s")
     return found
 
 

@@ -8,12 +8,12 @@ written for uninitialised.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from dataclasses import replace
 
 from kernels_cupy.copies import Copies
 from verify import matrix
+from verify.arguments import Parser
 from verify.matrix import Cell
 
 BACKENDS = ("direct", "kernel", "staged")
@@ -27,7 +27,7 @@ def cells(platform: str) -> list[Cell]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m verify.sanitize", description=(__doc__ or "").splitlines()[0])
+    parser = Parser(prog="python -m verify.sanitize", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--platform", choices=("cuda", "emulated"), default="cuda")
     parser.add_argument("--plain-copies", action="store_true", help="one call a copy: initcheck does not see batches")
     options = parser.parse_args(arguments)

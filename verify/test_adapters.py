@@ -229,6 +229,11 @@ TAMPERED: dict[str, tuple[Callable[[Json], object], str]] = {
         lambda c: c["suite"].update(mutants={"killed": 9, "total": 9}),
         "it was edited: its sha256 is not that",
     ),
+    "more killed than there are": (
+        lambda c: c["suite"].update(mutants={"killed": 999, "total": 1}),
+        "of 1 mutants 999 were killed",
+    ),
+    "a stale line": (lambda c: c.update(stale=["mha-*: passes"]), "1 expected failures are none, mha-*: passes"),
     "something added": (lambda c: c.update(approved=True), "does not follow report.schema.json: $"),
     "a failure": (lambda c: _restate(c, "failed", 1), " passed, 1 failed, 0 expected"),
     "an expected failure": (lambda c: _restate(c, "expected", 1), "0 failed, 1 expected"),
@@ -263,10 +268,13 @@ def test_the_report_of_a_wrong_adapter_never_verifies(name: str, tmp_path: Path)
 
 def test_what_is_no_report_does_not_verify(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "report.json"
-    assert cli.main(["check-report", str(file)]) == 1
-    file.write_text("{")
-    assert cli.main(["check-report", str(file)]) == 1
-    assert capsys.readouterr().out.count("it cannot be read: ") == 2
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["check-report", str(file)])
+    assert (stopped.value.code, f"there is no file '{file}'" in capsys.readouterr().err) == (2, True)
+    for text in ("{", "[" * 100_000):
+        file.write_text(text)
+        assert cli.main(["check-report", str(file)]) == 1
+        assert "it cannot be read: " in capsys.readouterr().out
 
 
 def test_page_and_badge_say_what_the_report_says(truth: Json) -> None:
@@ -575,12 +583,12 @@ def test_a_folder_that_cannot_be_written_is_told_before_any_case(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     (tmp_path / "taken").write_text("")
-    assert cli.main(["adapter", "null", "--out", str(tmp_path / "taken")]) == 2
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["adapter", "null", "--out", str(tmp_path / "taken")])
     said = capsys.readouterr()
-    assert (said.out, said.err) == (
-        "",
-        f"no report can be written to {tmp_path / 'taken'} (File exists): name another folder\n",
-    )
+    assert (stopped.value.code, said.out) == (2, "")
+    (line,) = said.err.splitlines()
+    assert f"nothing can be written to '{tmp_path / 'taken'}': File exists" in line
 
 
 def test_the_reference_reports_on_itself_where_no_adapter_is_named(

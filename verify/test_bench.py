@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import statistics
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -20,8 +22,11 @@ from refimpl.plan import Plan
 from refimpl.receipt import Receipt
 from verify.arguments import nbytes
 from verify.bench import measure, report, results
+from verify.bench.provenance import ROOT, command_line
 from verify.bench.results import SCHEMA
 from verify.toys import TOYS
+
+COMMITTED = sorted((ROOT / "data" / "results").rglob("*.json"))
 
 TINY = measure.Settings(
     models=("toy",),
@@ -141,3 +146,15 @@ def test_verdicts_count_rows_and_name_the_worst(content: dict[str, Any]) -> None
     assert f"numba: {sum(p >= 50 for p in numba)} of {len(numba)} rows" in lines[1]
     assert f"the lowest is {min(numba):.0f}%" in lines[1]
     assert report.verdicts(content, run_bytes=1 << 40) == lines[-1:]
+
+
+def test_a_command_is_told_without_paths_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = ["--out", "/elsewhere/bench.json", f"--from={ROOT}/out/bench.json", "--portion=core,sglang", "out/b.json"]
+    monkeypatch.setattr("sys.argv", ["program", *given])
+    told = ["--out", "bench.json", "--from=out/bench.json", "--portion=core,sglang", "out/b.json"]
+    assert command_line("verify.bench") == ["python", "-m", "verify.bench", *told]
+
+
+@pytest.mark.parametrize("path", COMMITTED, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_committed_results_have_no_path_of_a_machine(path: Path) -> None:
+    assert re.findall(r'"(?:--[a-z-]+=)?/[^"]*"', path.read_text(encoding="utf-8")) == []

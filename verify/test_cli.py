@@ -32,6 +32,8 @@ from verify.toys import TOYS
         ),
         (["--backends", "kernel"], "there is no backend 'kernel'; there are torch, numba"),
         (["--payload", "big"], "must be a size such as 16MiB, got 'big'"),
+        (["--notebooks", "nope.ipynb"], "there is no file 'nope.ipynb'"),
+        (["--out", __file__], f"nothing can be written to '{__file__}': File exists"),
     ],
 )
 def test_a_mistake_ends_in_one_line(arguments: list[str], error: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -307,7 +307,7 @@ def test_some_layers_of_a_pool_of_one_page_are_loaded(layout: str, layers: tuple
     transfer.run(layers).wait()
     oracle.load(host, right, *at, layers)
     assert all(torch.equal(device.buffer(c, i), right.buffer(c, i)) for c in "kv" for i in range(4))
-    begin_of_v = host.buffer("v").data_ptr()
+    begin_of_v = host.layer_view("v", 0).data_ptr()
     if layout != "page_unified":  # K and V of a page are one piece there
         assert not any(p.begin < begin_of_v < p.begin + p.nbytes for p in pieces(transfer.plan(), layers, exact=False))
 

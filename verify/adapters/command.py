@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from verify.adapters import isolated, report, runner, suite
 from verify.adapters.protocol import SHIPPED, VARIABLE, Loaded, NoAdapter, load
+from verify.arguments import Parser, file, folder
 
 SHOWN = 10  # failures that are printed: the first of each pool, layout and direction
 REFERENCE = "ours-torch"  # whose report `--report` writes where no adapter is named
@@ -17,22 +16,22 @@ REFERENCE = "ours-torch"  # whose report `--report` writes where no adapter is n
 
 def adapter(argv: Sequence[str]) -> int:
     """Run the golden vectors against an implementation. Exit code: 0, 1 where it is wrong, 2 without an adapter."""
-    parser = argparse.ArgumentParser(prog="python -m verify adapter", description=adapter.__doc__)
+    parser = Parser(prog="python -m verify adapter", description=adapter.__doc__)
     what = f"module:object, or {', '.join(SHIPPED)}; default: the environment's {VARIABLE}"
     parser.add_argument("name", nargs="?", metavar="ADAPTER", help=what)
     parser.add_argument("--adapter", metavar="ADAPTER", help="the same")
     parser.add_argument("--family", nargs="+", choices=suite.families(), metavar="FAMILY", help="default: all of them")
-    parser.add_argument("--out", type=Path, metavar="FOLDER", help="write report.json, conformance.html and badge.svg")
-    parser.add_argument("--report", type=Path, metavar="FOLDER", help=f"likewise; without any ADAPTER of {REFERENCE}")
+    parser.add_argument(
+        "--out", type=folder, metavar="FOLDER", help="write report.json, conformance.html and badge.svg"
+    )
+    parser.add_argument("--report", type=folder, metavar="FOLDER", help=f"likewise; without any ADAPTER of {REFERENCE}")
     parser.add_argument("--same-process", action="store_true", help="for debuggers; a crash ends it")
     options = parser.parse_args(argv)
-    groups, folder = [*suite.groups(options.family)], options.out or options.report
+    groups, out = [*suite.groups(options.family)], options.out or options.report
     name = options.name or options.adapter or os.environ.get(VARIABLE) or (REFERENCE if options.report else None)
     try:
-        if folder:
-            report.require_folder(folder)  # before all cases are run for nothing
         loaded, results = _results(name, groups, options.same_process)
-    except (NoAdapter, report.NoFolder) as error:
+    except NoAdapter as error:
         print(error, file=sys.stderr)
         return 2
     stale = runner.stale(loaded, [outcome for _, _, outcome in results])
@@ -44,13 +43,13 @@ def adapter(argv: Sequence[str]) -> int:
     shown = [*reversed(first.values())][:SHOWN]
     print(*shown, sep="\n", end="\n" if failures else "")
     if len(failures) > len(shown):
-        print(f"… and {len(failures) - len(shown)} more" + ("" if folder else "; --out FOLDER writes down all of them"))
+        print(f"… and {len(failures) - len(shown)} more" + ("" if out else "; --out FOLDER writes down all of them"))
     print(*content["diagnosis"], *(f"stale: {line}" for line in stale), sep="\n", end="\n" if failures or stale else "")
     print(f"{loaded.name}: " + ", ".join(f"{number} {status}" for status, number in content["counts"].items()))
-    if folder:
-        report.write(folder, content)
+    if out:
+        report.write(out, content)
         print(f"suite {content['suite']['version']}, {report.mutation_score(content)}")
-        print(f"{folder / 'conformance.html'}: the same as a page; report.json can be submitted")
+        print(f"{out / 'conformance.html'}: the same as a page; report.json can be submitted")
     if not failures and not report.moved(content):
         print("nothing was moved, so nothing is shown")
         return 1
@@ -70,8 +69,8 @@ def check_report(argv: Sequence[str]) -> int:
 
     Exit code: 0, 1 where something is wrong with it, 2 where that cannot be told.
     """
-    parser = argparse.ArgumentParser(prog="python -m verify check-report", description=check_report.__doc__)
-    parser.add_argument("file", type=Path, metavar="FILE")
+    parser = Parser(prog="python -m verify check-report", description=check_report.__doc__)
+    parser.add_argument("file", type=file, metavar="FILE")
     options = parser.parse_args(argv)
     try:
         found = [*report.problems(options.file)]

@@ -99,20 +99,9 @@ def conforms(content: Json) -> bool:
     return moved(content) and counts["failed"] + counts["expected"] == 0
 
 
-class NoFolder(ValueError):
-    """There is nowhere to write a report."""
-
-
-def require_folder(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise NoFolder(f"no report can be written to {folder} ({error.strerror}): name another folder") from error
-
-
 def write(folder: Path, content: Json) -> None:
     """report.json, conformance.html and badge.svg: names that the pages of `make run` do not have."""
-    require_folder(folder)
+    folder.mkdir(parents=True, exist_ok=True)
     (folder / "report.json").write_text(as_text(content), encoding="utf-8")
     (folder / "conformance.html").write_text(as_page(content), encoding="utf-8")
     (folder / "badge.svg").write_text(as_badge(content), encoding="utf-8")
@@ -135,7 +124,7 @@ def problems(file: Path) -> Iterator[str]:
     try:
         content = json.loads(file.read_text("utf-8"))
         jsonschema.validate(content, json.loads(SCHEMA.read_text("utf-8")))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         yield f"it cannot be read: {error}"
         return
     except jsonschema.ValidationError as error:
@@ -148,6 +137,11 @@ def problems(file: Path) -> Iterator[str]:
         yield f"it is of other vectors: manifest {named['sha256']}, here {suite.manifest_digest()}"
         return
     yield from _miscounted(content)
+    if content["stale"]:
+        yield f"{len(content['stale'])} expected failures are none, {content['stale'][0]}"
+    measured = content["suite"]["mutants"]
+    if measured and measured["killed"] > measured["total"]:
+        yield f"of {measured['total']} mutants {measured['killed']} were killed"
     yield from _untrue({case["id"]: case for case in content["cases"]})
     if not conforms(content):
         counts = content["counts"]

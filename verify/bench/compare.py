@@ -91,7 +91,7 @@ def read(path: Path) -> tuple[Kind, Content]:
 
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise NoResults(f"{path}: {error}") from error
     for kind in KINDS:
         schema = json.loads(kind.schema.read_text(encoding="utf-8"))

@@ -54,7 +54,20 @@ def origin(content: Mapping[str, Any]) -> str:
 
 def command_line(module: str) -> list[str]:
     """The command that this process was started with, without the paths of this machine."""
-    return ["python", "-m", module, *sys.argv[1:]]
+    return ["python", "-m", module, *map(_anywhere, sys.argv[1:])]
+
+
+def _anywhere(argument: str) -> str:
+    """An absolute path from the root of the checkout, or outside of it by its name alone; anything else as it is.
+
+    >>> _anywhere("--out=/elsewhere/bench.json"), _anywhere(f"{ROOT}/out/bench.json"), _anywhere("core,sglang")
+    ('--out=bench.json', 'out/bench.json', 'core,sglang')
+    """
+    option, equals, value = argument.rpartition("=")
+    path = Path(value)
+    if not path.is_absolute():
+        return argument
+    return f"{option}{equals}{path.relative_to(ROOT).as_posix() if path.is_relative_to(ROOT) else path.name}"
 
 
 def git(*arguments: str) -> str | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 import torch
 
 from refimpl import UnsupportedPairing, slots_of
+from verify.arguments import Parser
 from verify.vectors.cases import Case, Geometry
 from verify.vectors.write import FOLDER, Pools, generate, run_oracle
 
@@ -20,7 +20,7 @@ class Wrong(AssertionError):
 
 def main(argv: list[str] | None = None) -> int:
     """Write the vectors, or tell which files differ from what would be written."""
-    parser = argparse.ArgumentParser(prog="python -m verify.vectors", description=main.__doc__)
+    parser = Parser(prog="python -m verify.vectors", description=main.__doc__)
     parser.add_argument("folder", type=Path, nargs="?", default=FOLDER, help="default: data/vectors")
     parser.add_argument("--check", action="store_true", help="write nothing")
     options = parser.parse_args(argv)
