@@ -11,10 +11,10 @@ from book import Axes, Figure, Line2D, Rectangle
 from matplotlib.patches import Patch
 
 from refimpl import LAYOUTS
-from verify import mamba_study, tampering
 from verify.bench import noise
 from verify.bench.gpu import recommend, targets
-from verify.multiturn import Answer
+from verify.logprobs import mamba_study, tampering
+from verify.logprobs.multiturn import Answer
 
 # ---- requests
 

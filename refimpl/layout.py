@@ -2,7 +2,7 @@
 
 Everything about a host layout follows from the table of axes below: shapes, strides, byte offsets and views. The oracle
 and the transfer plan share these descriptions of buffers and nothing else; they are pinned by bytes written out by hand
-(`verify/test_hand_bytes.py`).
+(`verify/tests/test_hand_bytes.py`).
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from verify.bench.provenance import ROOT, command_line, provenance
 from verify.gpu_record import OUTCOMES, counted, outcome, run_tests
 
 SCHEMA = ROOT / "data" / "schemas" / "devices.schema.json"
-FILE = "verify/test_devices.py"
+FILE = "verify/tests/test_devices.py"
 MARKER = "several_gpus"
 
 

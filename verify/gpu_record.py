@@ -1,6 +1,6 @@
 """`python -m verify.gpu_record`: everything that needs a GPU, run on this one and written down.
 
-Machines without a GPU take the record's word (`verify/test_recorded.py`), as long as it is about the kernels at hand.
+Machines without a GPU take its word (`verify/tests/test_recorded.py`), as long as it is about the kernels at hand.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ SCHEMA = ROOT / "data" / "schemas" / "verify.schema.json"
 RECORDS = ROOT / "data" / "results"
 
 # They hold streams and measure how long calls take: beside other processes on the GPU they would measure those.
-ALONE = ("verify/test_gpu.py",)
+ALONE = ("verify/tests/test_gpu.py",)
 
 # Where tests are that need a GPU; other files may need packages that a GPU box does not have.
 FILES = (
-    "verify/test_matrix.py",
-    "verify/test_pinned_gpu.py",
-    "verify/test_dispatch.py",
-    "verify/test_stack_machine.py",
-    "verify/test_reported_stacks.py",
-    "verify/test_kl.py",
-    "verify/test_conformance.py",
-    "verify/test_leaks.py",
+    "verify/tests/test_matrix.py",
+    "verify/tests/test_pinned_gpu.py",
+    "verify/tests/test_dispatch.py",
+    "verify/tests/test_stack_machine.py",
+    "verify/tests/test_reported_stacks.py",
+    "verify/tests/test_kl.py",
+    "verify/tests/test_conformance.py",
+    "verify/tests/test_leaks.py",
 )
 
 # What the cells of the matrix, and the random workloads, are called among the tests.

@@ -31,7 +31,7 @@ from verify.score import DATA, PACKAGES, ROOT
 
 TABLE = Path(__file__).with_name("mutants.toml")
 TIME_LIMIT = 300  # seconds; a mutant that hangs its killer is caught too
-CONTROL = ("verify/test_hand_bytes.py",)  # must pass on the unchanged copy
+CONTROL = ("verify/tests/test_hand_bytes.py",)  # must pass on the unchanged copy
 # Modules are imported before pytest sees them, on purpose.
 OPTIONS = (
     "-x",

@@ -395,4 +395,4 @@ print("all claims hold")
 # - [00_quickstart](00_quickstart.ipynb): a model's pools backed up and loaded.
 # - [02_transfers](02_transfers.ipynb): how a layout and the device's rows decide the runs in which bytes move.
 # - [06_your_implementation](06_your_implementation.ipynb): transfers of your own, held against the bytes of every layout.
-# - `refimpl/layout.py`: the table of axes and all that follows from it. `verify/test_hand_bytes.py` pins it by bytes written out by hand.
+# - `refimpl/layout.py`: the table of axes and all that follows from it. `verify/tests/test_hand_bytes.py` pins it by bytes written out by hand.

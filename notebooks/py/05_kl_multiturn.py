@@ -40,11 +40,11 @@ import torch
 from refimpl import LAYOUTS
 from refimpl.controller import Controller
 from refimpl.radix import POLICIES
-from verify import mamba_study, multiturn, tampering, tinymodels
 from verify.bench import noise
 from verify.bench.gpu import targets
 from verify.conformance import faults
-from verify.multiturn import Engine, compare, k3, play, require_exact, rounds_of
+from verify.logprobs import mamba_study, multiturn, tampering, tinymodels
+from verify.logprobs.multiturn import Engine, compare, k3, play, require_exact, rounds_of
 
 torch.set_num_threads(1)  # tensors are tiny
 
@@ -87,9 +87,9 @@ book.table(heads, rows)
 #
 # ## The scenario
 #
-# The models (`verify/tinymodels.py`) read and write the real paged pools of a stack, each kind with the pools of its family: `mha`, `mla`, `swa` (windows with slots of their own), `mamba` (states overwritten in place), `v4` (compressed entries and rings of states). They use only operations that IEEE 754 defines to the last bit, and sum in an order that depends on positions alone. So neither batch, nor chunk, nor device changes a bit; only what is in the pools passes from step to step.
+# The models (`verify/logprobs/tinymodels.py`) read and write the real paged pools of a stack, each kind with the pools of its family: `mha`, `mla`, `swa` (windows with slots of their own), `mamba` (states overwritten in place), `v4` (compressed entries and rings of states). They use only operations that IEEE 754 defines to the last bit, and sum in an order that depends on positions alone. So neither batch, nor chunk, nor device changes a bit; only what is in the pools passes from step to step.
 #
-# A small server (`verify/multiturn.py`) plays upstream's three scenarios on them: conversations that grow (`turns`), prefixes that are shared and part (`branches`), long answers that are the next prompt (`history`). Between rounds **the device is emptied and overwritten with poison**: what is a hit afterwards was on the host. Every answer says how much of it was cached and how much of that came from the host, and both must be what the scenario makes them. After every call, the tree that finds prefixes is held against its rules (`refimpl/invariants.py`): no slot has two owners, none is lost, and along a prefix what is on the device comes before what is only on the host.
+# A small server (`verify/logprobs/multiturn.py`) plays upstream's three scenarios on them: conversations that grow (`turns`), prefixes that are shared and part (`branches`), long answers that are the next prompt (`history`). Between rounds **the device is emptied and overwritten with poison**: what is a hit afterwards was on the host. Every answer says how much of it was cached and how much of that came from the host, and both must be what the scenario makes them. After every call, the tree that finds prefixes is held against its rules (`refimpl/invariants.py`): no slot has two owners, none is lost, and along a prefix what is on the device comes before what is only on the host.
 #
 # The next cell plays a set of cells in which any two of model, layout, backend and scenario occur together, write policies in turn (the test suite plays all). Then a picture of the scenarios, with one request of model `mha` a line: a prefix is cached up to its last whole page. Blue came back from the host; grey had come back by then, for another request of the same round.
 
@@ -500,6 +500,6 @@ print("all claims hold")
 # - [06_your_implementation](06_your_implementation.ipynb): transfers of your own, held against every byte.
 # - [03_hybrid_stacks](03_hybrid_stacks.ipynb): what waits for what, so that none of these races can happen.
 # - [07_fast_paths](07_fast_paths.ipynb): where the rates come from.
-# - `verify/test_kl.py`: all models, layouts, backends, policies and scenarios, on a CPU and on a GPU; every fault above must fail there.
-# - `refimpl/radix.py`, `verify/test_tree_machine.py`: the tree that finds prefixes, beside a plain model of it, step by step.
-# - `verify/tampering.py`, `verify/mamba_study.py`: the faults. A candidate of your own is an engine, or a function that spoils bytes.
+# - `verify/tests/test_kl.py`: all models, layouts, backends, policies and scenarios, on a CPU and on a GPU; every fault above must fail there.
+# - `refimpl/radix.py`, `verify/tests/test_tree_machine.py`: the tree that finds prefixes, beside a plain model of it, step by step.
+# - `verify/logprobs/tampering.py`, `verify/logprobs/mamba_study.py`: the faults. A candidate of your own is an engine, or a function that spoils bytes.

@@ -658,5 +658,5 @@ print("all claims hold")
 # - [04_pairings](04_pairings.ipynb): every pairing of one model, on your GPU or the committed one, with advice.
 # - [02_transfers](02_transfers.ipynb): where runs come from.
 # - [03_hybrid_stacks](03_hybrid_stacks.ipynb): transfers of all pools of a model, in order with its steps.
-# - `kernels_cupy/staged.py`: the pipeline. `verify/test_staged.py` and `verify/test_ordering.py` look at every edge of it in many orders.
+# - `kernels_cupy/staged.py`: the pipeline. `verify/tests/test_staged.py` and `verify/tests/test_ordering.py` look at every edge of it in many orders.
 # - `verify/bench/gpu/`: how the figures were measured; `targets.py` has the bounds that they are held to.

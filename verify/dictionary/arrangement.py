@@ -2,7 +2,7 @@
 
 The canonical array holds what `HostPool.page` gives, page after page: `[page, component, layer, token, group, head,
 lane]`. Nothing here uses the strides or offsets of `refimpl.layout`, only its table of axes, to find the layout that an
-entry equals; that the bytes are the same is a matter of `verify/test_dictionary.py`.
+entry equals; that the bytes are the same is a matter of `verify/tests/test_dictionary.py`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Pools and page lists of publicly reported faults, in our formula, with the checksums that are known from elsewhere.
 
 `crc32` was computed by a program that shares no code with this project, under a formula of its own
-(`verify.reported.T`); `verify/test_vectors.py` has the plain NumPy consumer arrive at the same numbers.
+(`verify.reported.T`); `verify/tests/test_vectors.py` has the plain NumPy consumer arrive at the same numbers.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ import pytest
 from kernels_cupy.specs import HASH
 from refimpl import LAYOUTS, Refusal, support
 from verify import gpu_record, matrix, sanitize
-from verify.test_matrix import refused
+from verify.tests.test_matrix import refused
 from verify.toys import TOYS
 
 RECORDS = sorted(gpu_record.RECORDS.glob("*/verify.json"))
@@ -95,12 +95,12 @@ def test_sanitizers_see_every_pool_in_every_layout_by_every_backend() -> None:
 
 REPORT = """
 <testsuites><testsuite>
-  <testcase classname="verify.test_a" name="test_one[x[0]]" file="verify/test_a.py" time="0.5"/>
-  <testcase classname="verify.test_a" name="test_one[y]" file="verify/test_a.py" time="0.25">
+  <testcase classname="verify.tests.test_a" name="test_one[x[0]]" file="verify/tests/test_a.py" time="0.5"/>
+  <testcase classname="verify.tests.test_a" name="test_one[y]" file="verify/tests/test_a.py" time="0.25">
     <properties><property name="cold_s" value="1.5"/></properties><failure message="no"/>
   </testcase>
-  <testcase classname="verify.test_b" name="test_two" file="verify/test_b.py" time="0"><skipped/></testcase>
-  <testcase classname="verify.test_b" name="test_three" file="verify/test_b.py" time="0"><error/></testcase>
+  <testcase classname="verify.tests.test_b" name="test_two" file="verify/tests/test_b.py" time="0"><skipped/></testcase>
+  <testcase classname="verify.tests.test_b" name="test_three" file="verify/tests/test_b.py" time="0"><error/></testcase>
 </testsuite></testsuites>
 """
 
@@ -108,9 +108,9 @@ REPORT = """
 def test_outcomes_are_counted_by_test() -> None:
     cases = list(xml.fromstring(REPORT).iter("testcase"))
     assert gpu_record.counted(cases) == [
-        {"file": "verify/test_a.py", "test": "test_one", "passed": 1, "failed": 1, "skipped": 0, "seconds": 0.75},
-        {"file": "verify/test_b.py", "test": "test_three", "passed": 0, "failed": 1, "skipped": 0, "seconds": 0},
-        {"file": "verify/test_b.py", "test": "test_two", "passed": 0, "failed": 0, "skipped": 1, "seconds": 0},
+        {"file": "verify/tests/test_a.py", "test": "test_one", "passed": 1, "failed": 1, "skipped": 0, "seconds": 0.75},
+        {"file": "verify/tests/test_b.py", "test": "test_three", "passed": 0, "failed": 1, "skipped": 0, "seconds": 0},
+        {"file": "verify/tests/test_b.py", "test": "test_two", "passed": 0, "failed": 0, "skipped": 1, "seconds": 0},
     ]
     assert gpu_record.properties(cases) == {"cold_s": 1.5}
 
@@ -137,5 +137,5 @@ def test_the_tests_that_are_counted_as_cells_are_there() -> None:
 
 def test_every_file_with_tests_that_need_a_gpu_is_run() -> None:
     here = Path(__file__).parent
-    with_gpu = {f"verify/{p.name}" for p in here.glob("test_*.py") if "mark.gpu" in p.read_text(encoding="utf-8")}
-    assert with_gpu - {"verify/test_recorded.py"} == {*gpu_record.FILES, *gpu_record.ALONE}
+    with_gpu = {f"verify/tests/{p.name}" for p in here.glob("test_*.py") if "mark.gpu" in p.read_text(encoding="utf-8")}
+    assert with_gpu - {"verify/tests/test_recorded.py"} == {*gpu_record.FILES, *gpu_record.ALONE}

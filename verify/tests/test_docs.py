@@ -38,8 +38,12 @@ def test_examples_in_docstrings_run(module: str) -> None:
 
 def test_files_named_in_the_documents_exist() -> None:
     root = docs.README.parent
+    here = {path for path in root.iterdir() if path.name[0] != "." and path.name != "out"}
+    files = [f"/{file.relative_to(root).as_posix()}" for top in here for file in (top, *top.rglob("*"))]
     for document in ("README.md", "ARCHITECTURE.md"):
-        for path in re.findall(r"`([\w./-]+/[\w./-]*\.\w+)`|\]\(([\w./-]+)\)", (root / document).read_text()):
-            name = next(filter(None, path))
-            if not name.startswith("srt/") and not name.startswith("out/"):
-                assert (root / name).exists(), f"{document} names {name}"
+        for path in re.findall(
+            r"`([\w./-]+\.(?:py|cuh?|c|md|json|ipynb|toml|yml|html))`|\]\(([\w./-]+)\)", (root / document).read_text()
+        ):
+            name = next(filter(None, path)).rstrip("/")
+            if not name.startswith(("srt/", "out/")):
+                assert any(file.endswith(f"/{name}") for file in files), f"{document} names {name}"

@@ -22,9 +22,9 @@ import torch
 
 from refimpl.emulated import QueueRuntime
 from refimpl.radix import Match
-from verify import tinymodels
-from verify.multiturn import Answer, Engine, Request, Rounds, Running, Tamper, history, rows_of
-from verify.tampering import Finding, find, get, put, shift_states
+from verify.logprobs import tinymodels
+from verify.logprobs.multiturn import Answer, Engine, Request, Rounds, Running, Tamper, history, rows_of
+from verify.logprobs.tampering import Finding, find, get, put, shift_states
 
 MODEL, POOL = "mamba", "mamba"
 BEFORE, AFTER = (0.0030, 0.0045), (0.0071, 0.0147)  # published, mean divergence of a run

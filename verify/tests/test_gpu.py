@@ -31,13 +31,13 @@ from refimpl.runtime import Completion
 from verify import fill, reported
 from verify.arena import Arena
 from verify.guarded import shared_arena
-from verify.test_reported_faults import B13_SPEC, fill_many
+from verify.tests.test_reported_faults import B13_SPEC, fill_many
 from verify.toys import TOYS
 
 pytestmark = pytest.mark.gpu
 
 BYTE, BF16 = torch.uint8, torch.bfloat16
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 SPEC = presets.mha(4, 2, 128, BYTE, 16)
 WAYS = [

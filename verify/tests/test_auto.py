@@ -17,7 +17,7 @@ from kernels_cupy.pieces import pieces
 from kernels_cupy.specs import HASH
 from refimpl import DevicePool, HostPool, presets, slots_of
 from refimpl.transfer import Transfer
-from verify.test_emulation import on_the_device
+from verify.tests.test_emulation import on_the_device
 
 pytestmark = pytest.mark.emulated
 

@@ -21,12 +21,22 @@ from refimpl import LAYOUTS
 from refimpl.controller import Controller
 from refimpl.radix import POLICIES
 from refimpl.support import BACKENDS, MEMORY
-from verify import mamba_study, multiturn, tampering, tinymodels
 from verify.conformance import faults
-from verify.mamba_study import Signature, candidates, conversation
-from verify.multiturn import SCENARIOS, Engine, Tamper, compare, k3, play, require_exact, require_right, rounds_of
-from verify.tampering import faults_of, find
-from verify.tinymodels import MODELS, VOCABULARY, Piece, TinyModel, alone
+from verify.logprobs import mamba_study, multiturn, tampering, tinymodels
+from verify.logprobs.mamba_study import Signature, candidates, conversation
+from verify.logprobs.multiturn import (
+    SCENARIOS,
+    Engine,
+    Tamper,
+    compare,
+    k3,
+    play,
+    require_exact,
+    require_right,
+    rounds_of,
+)
+from verify.logprobs.tampering import faults_of, find
+from verify.logprobs.tinymodels import MODELS, VOCABULARY, Piece, TinyModel, alone
 
 pytestmark = pytest.mark.kl
 

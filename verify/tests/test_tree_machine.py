@@ -29,7 +29,7 @@ from verify import properties  # noqa: F401 - chooses how hard to try
 from verify.checked import CheckedCache
 from verify.plain_tree import PlainTree
 from verify.serving import SIDES
-from verify.test_radix import P, pages, word
+from verify.tests.test_radix import P, pages, word
 from verify.toys import STACKS
 
 pytestmark = pytest.mark.ordering

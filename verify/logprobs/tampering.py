@@ -17,8 +17,8 @@ import torch
 from refimpl import PoolSpec
 from refimpl.radix import Match
 from refimpl.support import MEMORY
-from verify import tinymodels
-from verify.multiturn import Answer, Engine, Rounds, Sample, Tamper, compare, play, rounds_of, rows_of
+from verify.logprobs import tinymodels
+from verify.logprobs.multiturn import Answer, Engine, Rounds, Sample, Tamper, compare, play, rounds_of, rows_of
 
 # Below which upstream's test of the nearest model passes.
 THRESHOLDS = {"mha": 0.0025, "mla": 0.003, "swa": 0.03, "mamba": 0.005, "v4": 0.005}

@@ -13,7 +13,7 @@ from refimpl.invariants import OWNED, RULES, Others, require_invariants
 from refimpl.radix import Node, PrefixCache, Ticket
 from verify.checked import CALLS
 from verify.serving import Serving
-from verify.test_radix import P, pages, saved, word
+from verify.tests.test_radix import P, pages, saved, word
 
 pytestmark = pytest.mark.ordering
 

@@ -27,9 +27,9 @@ from refimpl.indices import slots_of
 from refimpl.invariants import require_invariants
 from refimpl.radix import POLICIES, Match
 from refimpl.support import DIRECTIONS
-from verify import tinymodels
 from verify.checked import CheckedCache
-from verify.tinymodels import VOCABULARY, Piece, TinyModel, log_probabilities
+from verify.logprobs import tinymodels
+from verify.logprobs.tinymodels import VOCABULARY, Piece, TinyModel, log_probabilities
 
 CHUNK = 2  # pages of a prompt that are computed at a time; a state is kept after as many
 

@@ -28,7 +28,7 @@ from verify.vectors.write import FOLDER, ROOT, Pools, generate, groups
 
 pytestmark = pytest.mark.vectors
 
-CONSUMERS = Path(__file__).with_name("consumers")
+CONSUMERS = Path(__file__).parents[1] / "consumers"
 NUMPY, C = CONSUMERS / "check_vectors.py", CONSUMERS / "check_vectors.c"
 SCHEMAS = ROOT / "data" / "schemas"
 GEOMETRIES = [g for family in FAMILIES.values() for g in family] + [r.geometry for rs in REPORTED.values() for r in rs]

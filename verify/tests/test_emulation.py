@@ -31,7 +31,7 @@ from refimpl.indices import Items, Unchecked, check, check_pair
 from refimpl.plan import Loop, Registration
 from verify import fill
 from verify.guarded import GuardedDevice, GuardedMemory
-from verify.test_big_pools import (
+from verify.tests.test_big_pools import (
     GIB,
     PAGES,
     SPEC,
@@ -42,7 +42,7 @@ from verify.test_big_pools import (
     host_pieces,
     require_exactly,
 )
-from verify.test_big_pools import fill as write
+from verify.tests.test_big_pools import fill as write
 
 pytestmark = pytest.mark.emulated
 
@@ -155,7 +155,7 @@ def test_barriers_that_would_hang_a_gpu_end_the_process(body: str, threads: int,
     done = subprocess.run(
         [sys.executable, "-c", IN_A_PROCESS.format(path=str(path), threads=threads)],
         env={"XDG_CACHE_HOME": str(tmp_path), "PATH": "/usr/local/bin:/usr/bin:/bin"},
-        cwd=Path(__file__).parents[1],
+        cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,
     )

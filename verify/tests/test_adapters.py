@@ -27,7 +27,7 @@ from verify.adapters.suite import Outcome
 pytestmark = pytest.mark.vectors
 
 Json = dict[str, Any]
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def results(adapter: Loaded, layouts: tuple[str, ...] = ()) -> list[tuple[suite.Group, Json, Outcome]]:
@@ -672,11 +672,11 @@ def test_sources_are_names_and_contents_of_what_mutants_are_made_of(tmp_path: Pa
 
 def test_only_a_run_over_all_mutants_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(score, "FILE", tmp_path / "mutants.json")
-    monkeypatch.setattr(mutants, "CONTROL", ("verify/test_fill.py",))
+    monkeypatch.setattr(mutants, "CONTROL", ("verify/tests/test_fill.py",))
     monkeypatch.setattr(score, "PACKAGES", ())  # somebody may edit them meanwhile
     monkeypatch.setattr(score, "DATA", ())
     one = mutants.Mutant(
-        "nobody sees a wrong word", "verify/fill.py", "POISON = 0xFF", "POISON = 0x01", ("verify/test_fill.py",)
+        "nobody sees a wrong word", "verify/fill.py", "POISON = 0xFF", "POISON = 0x01", ("verify/tests/test_fill.py",)
     )
     monkeypatch.setattr(mutants, "table", lambda: [one, replace(one, fault="the same again")])
     assert mutants.main(["--only", "again", "--jobs", "1"]) == 0
