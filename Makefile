@@ -55,17 +55,19 @@ verify-full: ## the same with every combination and every slow test
 	@$(MAKE) --no-print-directory verify FULL=--full
 
 # On an NVIDIA GPU. Torch's allocator would hide from a sanitizer where one buffer ends and the next begins.
-sanitize: $(READY) ## a small matrix with real kernels under compute-sanitizer; logs in out/
-	mkdir -p out
-	for tool in $(TOOLS); do \
-	  test $$tool = initcheck && plain=--plain-copies || plain=; \
-	  PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool $$tool $(PY) -m verify.sanitize $$plain \
-	    > out/$$tool.log 2>&1 || { tail -n 50 out/$$tool.log; exit 1; }; \
-	  tail -n 1 out/$$tool.log; \
-	done
+SANITIZED := $(TOOLS:%=out/%.log)
+.PHONY: $(SANITIZED)
+sanitize: $(SANITIZED) ## a small matrix with real kernels under compute-sanitizer; logs in out/
 
-verify-gpu: sanitize ## the matrix, streams and lifetimes on an NVIDIA GPU; recorded in data/results/$(DEVICE)/verify.json
-	$(PY) -m verify.gpu_record --out data/results/$(DEVICE)/verify.json --sanitizer $(TOOLS:%=out/%.log) $(ARGS)
+$(SANITIZED): out/%.log: $(READY)
+	mkdir -p out
+	PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool $* $(PY) -m verify.sanitize \
+	  $(if $(filter initcheck,$*),--plain-copies) > $@ 2>&1 || { tail -n 50 $@; exit 1; }
+	tail -n 1 $@
+
+verify-gpu: $(READY) ## the matrix, streams and lifetimes on an NVIDIA GPU; recorded in data/results/$(DEVICE)/verify.json
+	$(MAKE) --no-print-directory --jobs=$(words $(TOOLS)) sanitize
+	$(PY) -m verify.gpu_record --out data/results/$(DEVICE)/verify.json --sanitizer $(SANITIZED) $(ARGS)
 
 bench-gpu: $(READY) ## measure the GPU backends: make bench-gpu ARGS="--portion core,sglang --resume"
 	$(PY) -m verify.bench.gpu --out data/results/$(DEVICE)/bench.json $(ARGS)

@@ -124,7 +124,7 @@ def _run_tests(folder: Path, tests: tuple[str, ...]) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run every mutant (or those of `--only TEXT`), print the survivors and the score."""
+    """Run every mutant (or those of `--only TEXT`); print them, survivors last, and the score."""
     parser = Parser(prog="python -m verify mutants", description="Run every mutant, print the survivors and the score.")
     parser.add_argument("--only", default="", metavar="TEXT", help="mutants whose fault or file contains TEXT")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
@@ -154,7 +154,8 @@ def main(argv: list[str] | None = None) -> int:
 
         with ThreadPoolExecutor(options.jobs) as pool:
             verdicts = list(pool.map(caught, chosen))
-    for mutant, (killed, seconds) in zip(chosen, verdicts, strict=True):
+    survivors_last = sorted(zip(verdicts, chosen, strict=True), key=lambda row: row[0][0], reverse=True)
+    for (killed, seconds), mutant in survivors_last:
         print(f"{'killed  ' if killed else 'SURVIVED'} {seconds:5.1f} s  {mutant.file}: {mutant.fault}")
     dead = sum(killed for killed, _ in verdicts)
     print(f"mutation score: {100 * dead / max(len(chosen), 1):.1f}% ({dead}/{len(chosen)})")
