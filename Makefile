@@ -68,6 +68,8 @@ $(SANITIZED): out/%.log: $(READY)
 verify-gpu: $(READY) ## the matrix, streams and lifetimes on an NVIDIA GPU; recorded in data/results/$(DEVICE)/verify.json
 	$(MAKE) --no-print-directory --jobs=$(words $(TOOLS)) sanitize
 	$(PY) -m verify.gpu_record --out data/results/$(DEVICE)/verify.json --sanitizer $(SANITIZED) $(ARGS)
+	$(NEEDS) notebooks
+	$(PY) -m pytest verify/tests/test_live_book.py --full --timeout 900
 
 bench-gpu: $(READY) ## measure the GPU backends: make bench-gpu ARGS="--portion core,sglang --resume"
 	$(PY) -m verify.bench.gpu --out data/results/$(DEVICE)/bench.json $(ARGS)
