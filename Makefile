@@ -8,11 +8,12 @@
 # NB=path             for `make notebooks`, `make run` and `make lab-check`: this notebook only
 # ARGS=               for `make run`, `make bench`, `make bench-gpu` and `make lab`: passed on
 # A=file B=file       for `make compare`: results of two devices, or of two commits
-# DEVICE=h200         for `make verify-gpu` and `make bench-gpu`: folder of data/results, if not named after the GPU
+# DEVICE=h200         for what runs on GPUs: its folder in data/results, if not named after the GPU (GPUS=2: h200-x2)
 
 PYTHON ?= python3
 ENV ?=
 DEVICE ?= $(shell $(PY) -c "import torch; print(torch.cuda.get_device_name().split()[-1].lower())")
+GPUS ?= $(shell $(PY) -c "import torch; print(torch.cuda.device_count())")
 TOOLS := memcheck initcheck synccheck
 
 ifeq ($(ENV),current)
@@ -30,7 +31,7 @@ endif
 # The checkout works without being installed, in kernels of notebooks too.
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 
-.PHONY: help run verify verify-full verify-gpu sanitize report bench bench-gpu calibrate compare notebooks lab lab-check lint clean python-at-hand
+.PHONY: help run verify verify-full verify-gpu verify-gpus sanitize report bench bench-gpu bench-gpus calibrate compare notebooks lab lab-check lint clean python-at-hand gpu-at-hand
 
 help: ## list the commands (the default)
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -59,22 +60,28 @@ SANITIZED := $(TOOLS:%=out/%.log)
 .PHONY: $(SANITIZED)
 sanitize: $(SANITIZED) ## a small matrix with real kernels under compute-sanitizer; logs in out/
 
-$(SANITIZED): out/%.log: $(READY)
+$(SANITIZED): out/%.log: gpu-at-hand
 	mkdir -p out
 	PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool $* $(PY) -m verify.sanitize \
 	  $(if $(filter initcheck,$*),--plain-copies) > $@ 2>&1 || { tail -n 50 $@; exit 1; }
 	tail -n 1 $@
 
-verify-gpu: $(READY) ## the matrix, streams and lifetimes on an NVIDIA GPU; recorded in data/results/$(DEVICE)/verify.json
+verify-gpu: gpu-at-hand ## the matrix, streams and lifetimes on an NVIDIA GPU; recorded in data/results/$(DEVICE)/verify.json
 	$(MAKE) --no-print-directory --jobs=$(words $(TOOLS)) sanitize
 	$(PY) -m verify.gpu_record --out data/results/$(DEVICE)/verify.json --sanitizer $(SANITIZED) $(ARGS)
 	$(NEEDS) notebooks
 	$(PY) -m pytest verify/tests/test_live_book.py --full --timeout 900
 
-bench-gpu: $(READY) ## measure the GPU backends: make bench-gpu ARGS="--portion core,sglang --resume"
+bench-gpu: gpu-at-hand ## measure the GPU backends: make bench-gpu ARGS="--portion core,sglang --resume"
 	$(PY) -m verify.bench.gpu --out data/results/$(DEVICE)/bench.json $(ARGS)
 
-calibrate: $(READY) ## measure this GPU for backend auto
+verify-gpus: gpu-at-hand ## what needs several GPUs of one host; recorded in data/results/$(DEVICE)-x$(GPUS)/devices.json
+	$(PY) -m verify.devices_record --out data/results/$(DEVICE)-x$(GPUS)/devices.json $(ARGS)
+
+bench-gpus: gpu-at-hand ## a rank on each GPU of this host, alone and at once; data/results/$(DEVICE)-x$(GPUS)/ranks.json
+	$(PY) -m verify.bench.gpu.ranks --out data/results/$(DEVICE)-x$(GPUS)/ranks.json $(ARGS)
+
+calibrate: gpu-at-hand ## measure this GPU for backend auto
 	$(PY) -m kernels_cupy.calibrate
 
 report: $(READY) ## write the support matrix as a page
@@ -121,6 +128,9 @@ define CHECK_PYTHON
 @$(PYTHON) -c 'import sys; v = sys.version_info[:2]; \
   (3, 11) <= v <= (3, 13) or sys.exit("$(PYTHON) is Python %d.%d: 3.11 to 3.13 will do, say PYTHON=" % v)'
 endef
+
+gpu-at-hand: $(READY)
+	@$(PY) -c 'import torch; torch.cuda.is_available() or exit("here is no NVIDIA GPU that torch can use")'
 
 python-at-hand:
 	$(CHECK_PYTHON)
