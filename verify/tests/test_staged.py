@@ -313,14 +313,16 @@ def test_some_layers_of_a_pool_of_one_page_are_loaded(layout: str, layers: tuple
 
 
 def test_entries_of_pages_that_hold_one_are_loaded_through_the_smallest_buffer() -> None:
-    """Value and scale of every layer lie in one piece: no more bytes than the page has."""
+    """Value and scale of every layer lie in one piece: a copy for each page, of no more bytes than it has."""
     row = Component("row", torch.uint8, dim=9, unit="page", segments=(Segment(1, 8), Segment(1, 1)))
     spec = PoolSpec("s", 4, 16, (row,))
     host = HostPool(spec, "page_first", 9, "staged", platform="emulated", staging_pages=2)
     fill.fill_host(host)
     device, right = DevicePool(spec, 9), DevicePool(spec, 9)
     entries = torch.tensor([7, 0, 3]), torch.tensor([1, 8, 4])
-    host.load_entries(device, *entries).wait()
+    receipt = host.load_entries(device, *entries)
+    receipt.wait()
+    assert receipt.descriptors == 3, receipt
     oracle.load_entries(host, right, *(e.tolist() for e in entries))
     assert all(torch.equal(device.buffer("row", i), right.buffer("row", i)) for i in range(4))
 
