@@ -28,6 +28,7 @@ from refimpl.indices import Items
 from refimpl.plan import Plan
 from refimpl.receipt import Receipt
 from refimpl.support import Refusal, support
+from refimpl.teardown import call_all
 from refimpl.transfer import Transfer
 
 BUILT_IN = Path(__file__).with_name("h200.json")
@@ -110,8 +111,7 @@ class Auto:
         return plan.derived[key]
 
     def close(self) -> None:
-        for backend in self._backends.values():
-            backend.close()
+        call_all(backend.close for backend in self._backends.values())
 
 
 def choice(found: list[Candidate]) -> str:

@@ -1,22 +1,69 @@
-"""Tables and drawings of notebook 05: requests of scenarios, rates of pairs, what faults do."""
+"""Tables and drawings of notebook 05: thresholds, requests of scenarios, rates of pairs, what faults do."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from itertools import combinations
 
 import book
 import matplotlib.pyplot as plt
 from book import Axes, Figure, Line2D, Rectangle
 from matplotlib.patches import Patch
 
-from refimpl import LAYOUTS
+from refimpl import LAYOUTS, presets
 from verify.bench import noise
 from verify.bench.gpu import recommend, targets
 from verify.logprobs import mamba_study, tampering
-from verify.logprobs.multiturn import Answer
+from verify.logprobs.multiturn import Answer, k3
+
+# ---- thresholds
+
+TESTED = {  # small model -> upstream's test of the nearest one
+    "mha": "Qwen3-32B, full attention",
+    "mla": "unless a test says otherwise",
+    "swa": "gpt-oss-20b, windows",
+    "mamba": "Qwen3-Next, states, host tier",
+    "v4": "DeepSeek-V4-Flash, host tier",
+}
+BIT_EXACT = 1e-9  # of upstream's only test with deterministic kernels, a hybrid model
+
+
+def allowed_by_thresholds() -> list[list[object]]:
+    """By threshold: how far every probability may be off, and of how many tokens one may be, by a factor of e."""
+    rows: list[list[object]] = []
+    for model, threshold in [*tampering.THRESHOLDS.items(), ("", BIT_EXACT)]:
+        test = TESTED.get(model, "a hybrid, deterministic kernels")
+        every, one_in = math.expm1(_largest_difference(threshold)), math.ceil(k3([0.0], [1.0]) / threshold)
+        rows.append([test, model, f"{threshold:g}", f"{every:.2g}", one_in])
+    return rows
+
+
+def _largest_difference(threshold: float) -> float:
+    """Of log-probabilities, if every token has it: by bisection, since the estimate grows with it."""
+    low, high = 0.0, 1.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if k3([0.0], [middle]) < threshold else (low, middle)
+    return low
+
 
 # ---- requests
+
+Cell = tuple[str, ...]
+
+
+def covering(cells: Sequence[Cell]) -> list[Cell]:
+    """Few cells with every pair of values that occurs in any."""
+
+    def pairs(cell: Cell) -> set[tuple[int, int, str, str]]:
+        return {(i, j, cell[i], cell[j]) for i, j in combinations(range(len(cell)), 2)}
+
+    missing, chosen = set().union(*map(pairs, cells)), []
+    while missing:
+        chosen.append(max(cells, key=lambda cell: len(pairs(cell) & missing)))
+        missing -= pairs(chosen[-1])
+    return chosen
 
 
 def draw_scenarios(diagram: Mapping[str, Sequence[Sequence[Answer]]], page_size: int) -> Figure:
@@ -29,6 +76,7 @@ def draw_scenarios(diagram: Mapping[str, Sequence[Sequence[Answer]]], page_size:
         sharex=True,
         height_ratios=list(lines.values()),
     )
+    longest = 1 + max(len(a.request.tokens) for found in diagram.values() for answers in found for a in answers)
     looks = {
         "from the host": ("#0072B2", ""),
         "on the device by then": ("#BBBBBB", ""),
@@ -50,13 +98,13 @@ def draw_scenarios(diagram: Mapping[str, Sequence[Sequence[Answer]]], page_size:
                         ax.add_patch(box)
                 y += 1
             y += 0.6
-        ax.set(xlim=(0, 85), ylim=(y - 0.4, -0.3))
+        ax.set(xlim=(0, longest), ylim=(y - 0.4, -0.3))
         ax.set_yticks([at for at, _ in ticks], [text for _, text in ticks], fontsize=8.5)
         ax.tick_params(axis="y", length=0)
         ax.spines[["left", "bottom"]].set_visible(ax is axes[-1])
         ax.spines["left"].set_visible(False)
         ax.tick_params(axis="x", length=3 if ax is axes[-1] else 0)
-        ax.set_xticks(range(0, 85, page_size))
+        ax.set_xticks(range(0, longest, page_size))
         ax.grid(axis="y", visible=False)
         ax.set_title(name, fontsize=10)
     axes[-1].set_xlabel("token of the request; lines are at edges of pages", fontsize=9)
@@ -89,20 +137,27 @@ def rates(rows: Sequence[recommend.Content]) -> dict[Pool, Rates]:
     return found
 
 
-def show_rates(found: Mapping[Pool, Rates], largest: Mapping[Pool, Mapping[str, float]]) -> None:
-    """A table for each model. `largest` is the largest KL of each pool and layout in a small model of its kind."""
+def show_rates(found: Mapping[Pool, Rates], largest: Mapping[tuple[str, str], float]) -> None:
+    """A table for each model. `largest` is the largest KL of small models by family of pools and layout."""
     for model in dict.fromkeys(model for model, _ in found):
-        rows = []
+        rows, specs = [], presets.model(model)
         for who, by_direction in found.items():
             for layout in LAYOUTS if who[0] == model else ():
-                figures = [by_direction[d].get((layout, way)) for d in ("backup", "load") for way in MOVERS]
+                figures = [by_direction[d].get((layout, way)) for d in by_direction for way in MOVERS]
                 if any(figures):
-                    kl = f"{largest[who][layout]:g}" if layout in largest[who] else "."
-                    rows.append([who[1], layout, kl, *(f"{x:.1f}" if x else "-" for x in figures)])
+                    kl = largest.get((specs[who[1]].family, layout))
+                    rates_of = [f"{x:.1f}" if x else "-" for x in figures]
+                    rows.append([who[1], layout, "." if kl is None else f"{kl:g}", *rates_of])
         heads = [f"{d}\n{way}" if way == "direct" else f"\n{way}" for d in ("backup", "load") for way in MOVERS]
         print(f"{model}, GB/s\n")
         book.table(["pool", "layout", "KL", *heads], rows)
         print()
+
+
+def lengths(runs: Collection[int]) -> str:
+    """Of runs, the shortest and the longest."""
+    ends = sorted({min(runs), max(runs)}) if runs else []
+    return " to ".join(map(book.size, ends)) or "none"
 
 
 def verdict(rate: float, other: float) -> str:
@@ -154,6 +209,18 @@ FAULT_LOOKS = {
     "two layers swapped": ("^", "#CC79A7"),
 }
 ZERO = 3e-7  # where a log scale has its zero
+
+
+def sensitivity_rows(found: Sequence[tampering.Finding]) -> list[list[str]]:
+    """A row for each fault, and for none; the model's name stands in the first of its rows."""
+    rows = []
+    for f in found:
+        intact = f.fault == "none"
+        kl, worst = ("0" if f.kl == 0 else f"{f.kl:.1e}"), ("0" if intact else f"{f.worst:.2g}")
+        verdicts = f"{tampering.THRESHOLDS[f.model]:g}", "passes" if f.passes else "fails"
+        bits = "exact" if f.exact else "differs"
+        rows.append([f.model if intact else "", f.fault, "" if intact else f.where, kl, worst, *verdicts, bits])
+    return rows
 
 
 def _zero_and_powers(ax: Axes, last: int) -> None:
@@ -208,15 +275,46 @@ CANDIDATE_LOOKS = {
     "wrong width": ("D", "#E69F00"),
 }
 
+RISE = mamba_study.AFTER[0] - mamba_study.BEFORE[1], mamba_study.AFTER[1] - mamba_study.BEFORE[0]
+RUNS, SAMPLES = 5, 18  # published: so many runs before and after, each of so many samples
+LUCK = 0.05  # a chance below this is called unlikely
+EVERY_COPY = ("strided slots read as packed", "parts of different steps", "wrong width")
+# Of the samples must be hit, so that all runs are likely to have one that is.
+LEAST_SHARE = 1 - (1 - LUCK ** (1 / RUNS)) ** (1 / SAMPLES)
 
-def draw_study(
-    study: Sequence[mamba_study.Signature], before: tuple[float, float], after: tuple[float, float]
-) -> Figure:
+
+def scale(s: mamba_study.Signature) -> float:
+    """By what factor the real model would have to be more tolerant (> 1) or less (< 1) than the small one."""
+    share = 1 if s.candidate in EVERY_COPY else LEAST_SHARE
+    if s.kl_of_hit * share > RISE[1]:
+        return s.kl_of_hit * share / RISE[1]
+    return min(s.kl_of_hit / RISE[0], 1.0)
+
+
+def told(s: mamba_study.Signature) -> list[str]:
+    """What the table says of a variant."""
+    if not s.hit:
+        return [s.variant, "0%", "0", "-", "-", "-", "-"]
+    share = mamba_study.part_hit(s, RISE)
+    between = "more than all" if share is None else f"{share[0]:.1%} to {share[1]:.1%}"
+    needed = "all" if s.candidate in EVERY_COPY else between
+    return [
+        s.variant,
+        f"{s.hit:.0%}",
+        f"{s.kl_of_hit:.2g}",
+        f"{s.near:.2f}",
+        f"{s.far:.2f}",
+        needed,
+        f"{scale(s):.1f}",
+    ]
+
+
+def draw_study(study: Sequence[mamba_study.Signature]) -> Figure:
     """Divergence of each candidate beside the published ranges; and how soon what it does fades."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(9.6, 5.4), width_ratios=(1.5, 1))
     for (low, high), colour, label in (
-        (before, "#D9D9D9", "published,\nbefore"),
-        (after, "#F7D9A8", "published,\nafter"),
+        (mamba_study.BEFORE, "#D9D9D9", "published,\nbefore"),
+        (mamba_study.AFTER, "#F7D9A8", "published,\nafter"),
     ):
         left.axvspan(low, high, facecolor=colour, edgecolor="none", zorder=0)
         left.text(math.sqrt(low * high), -1.0, label, ha="center", va="bottom", fontsize=7.5)

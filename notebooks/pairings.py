@@ -1,16 +1,56 @@
-"""Figures of notebook 04: heat maps of pairings, and what other pages change."""
+"""Figures of notebook 04: heat maps of pairings, what other pages change, and what is expected of other models."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import matplotlib.pyplot as plt
-from book import HEADINGS, WAYS, Axes, Figure, Rectangle, as_count
+import torch
+from book import DIRECTIONS, HEADINGS, WAYS, Axes, Figure, Rectangle, as_count, plan_of
 from matplotlib.colors import LogNorm, Normalize
 
+from kernels_cupy import auto
+from kernels_cupy.jobs import runs_and_bytes
+from kernels_cupy.pieces import pieces
+from refimpl import PoolSpec, support
+from verify.audit import costs
 from verify.bench.gpu import recommend
 
 Fields = list[list[tuple[float, str] | None]]  # down and across: what shades a field, and what is written into it
+
+
+def panels(
+    measured: Mapping[tuple[str, str, str, str], recommend.Way],
+    pools: Iterable[str],
+    layouts: Sequence[str],
+    backends: Sequence[str],
+    field: Callable[[recommend.Way], tuple[float, str] | None],
+) -> dict[tuple[str, str], Fields]:
+    """(pool, direction) -> layouts × backends: what `field` makes of each cell that was measured."""
+    made: dict[tuple[str, str], Fields] = {}
+    for pool in pools:
+        for direction in DIRECTIONS:
+            cells = [[measured.get((pool, direction, layout, way)) for way in backends] for layout in layouts]
+            if any(any(line) for line in cells):
+                made[pool, direction] = [[cell and field(cell) for cell in line] for line in cells]
+    return made
+
+
+def refusals(rows: Sequence[recommend.Content], backends: Sequence[str]) -> list[str]:
+    """Items of a list: what was not measured, and why; layouts and backends with the same reason together."""
+    reasons: dict[tuple[str, str, str], tuple[str, dict[str, None]]] = {}  # the first pool's reason, pools
+    for row in rows:
+        for cell in row["cells"]:
+            if cell["mover"] in backends and cell["status"] != "measured":
+                key = cell["status"], row["layout"], cell["mover"]
+                reasons.setdefault(key, (cell["reason"], {}))[1][row["pool"]] = None
+    alike: dict[tuple[str, str, str, str], list[str]] = {}
+    for (status, layout, way), (reason, names) in reasons.items():
+        alike.setdefault((status, layout, ", ".join(names), reason), []).append(way)
+    return [
+        f"- {status}: {layout} with {', '.join(ways)} ({names}): {reason}"
+        for (status, layout, names, reason), ways in alike.items()
+    ]
 
 
 def draw_fields(
@@ -119,3 +159,64 @@ def against(way: recommend.Way, other: recommend.Way | None) -> tuple[float, str
         return 1.0, "~"
     ratio = other.fraction.value / way.fraction.value
     return round(ratio, 3), f"×{ratio:.2f}"
+
+
+# ---- the answer, and what engines do
+
+
+def answer(model: str, choice: recommend.Choice[recommend.Pair], pools: int) -> list[str]:
+    """The one pair for all pools of a model, what is as good, and what is next."""
+    taken, (way, share) = choice.taken, choice.taken.least
+    told = [
+        f"**{model}: take `{taken.layout}` with `{taken.backend}`.** Over pools ({pools}) and directions that is "
+        f"{taken.fraction.value:.1%} of the rate with the best pair for each, and at worst {share:.1%}, in "
+        f"{way.pool} {way.direction}."
+    ]
+    level = [f"`{option.layout}` with `{option.backend}`" for option in choice.level if option is not taken]
+    if level:
+        told.append(f"As fast, within noise: {', '.join(level)}.")
+    if choice.behind:
+        ratio = choice.behind.fraction.value / choice.fastest.fraction.value
+        told.append(f"Next: `{choice.behind.layout}` with `{choice.behind.backend}`, {ratio:.0%} of the fastest.")
+    return told
+
+
+def engines(audit: Sequence[costs.Row]) -> tuple[list[list[str]], list[str]]:
+    """A row for each engine, layout and setting, of its costliest measured choice; and those of which none was."""
+    groups: dict[tuple[str, str, str], list[costs.Row]] = {}
+    for row in audit:
+        groups.setdefault((row.choice.engine, row.cell.layout, row.choice.setting), []).append(row)
+    table, unmeasured = [], []
+    for names, group in groups.items():
+        found = [(row, row.stands_in, row.best) for row in group if row.stands_in and row.best]
+        if not found:
+            unmeasured.append(" ".join(names))
+            continue
+        row, theirs, best = max(found, key=lambda one: one[2].fraction / one[1].fraction)
+        figures = (
+            f"{theirs.fraction:.0%}",
+            f"×{best.fraction / theirs.fraction:.1f}",
+            f"{best.mover}, {best.fraction:.0%}",
+        )
+        table.append([*names, f"{row.cell.spec.name} {row.cell.direction}", row.choice.path, *figures])
+    return table, unmeasured
+
+
+# ---- a model that nobody measured
+
+
+def predicted(spec: PoolSpec, layout: str, nbytes: int) -> dict[str, dict[str, float]]:
+    """Direction -> backend -> GB/s that backend `auto` expects of so many bytes in scattered pages, all layers."""
+    rates = auto.table("cuda" if torch.cuda.is_available() else "emulated")["backends"]
+    plan = plan_of(spec, layout)
+    layers = tuple(plan.layers)
+    runs, page = runs_and_bytes(plan, layers, 1)
+    found: dict[str, dict[str, float]] = {}
+    for direction in DIRECTIONS:
+        for backend in recommend.BACKENDS:
+            if support(spec, layout, backend, direction, "cuda"):
+                whole = pieces(plan, layers, exact=direction == "backup") if backend == "staged" else ()
+                each = sum(piece.nbytes for piece in whole) / len(whole) if whole else page / runs
+                seconds = auto.predicted(rates[backend][direction], auto.Demand(nbytes, each))
+                found.setdefault(direction, {})[backend] = nbytes / seconds / 1e9
+    return found

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import Counter, deque
 from collections.abc import Iterator
+from operator import index
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +21,8 @@ class PageAllocator:
     Semantics of upstream's host pools (`srt/mem_cache/pool_host/base.py`): `alloc` returns an int64 CPU tensor or None
     when the pool is full, `free` returns the number of slots it took back. Unlike upstream, every pool refuses double
     frees, foreign slots and partial pages, and slots that a transfer reads or writes can be locked: they may be freed,
-    but nobody gets them before the last lock is gone. Safe to call from several threads.
+    but nobody gets them before the last lock is gone. Whoever was handed slots may hand them on, once, to somebody who
+    keeps them until they are freed (a tree of prefixes). Safe to call from several threads.
 
     reserved  pages, from page 0 on, that are never handed out (engines keep one as padding on the device)
     """
@@ -37,7 +39,7 @@ class PageAllocator:
             # A ring of page numbers: freed pages queue up behind the free ones, and no tensor handed out shares it.
             self._ring = np.zeros(self.num_pages, np.int64)
             self._head, self._count = 0, 0
-            self._used = np.zeros(self.num_pages, bool)
+            self._used, self._kept = np.zeros(self.num_pages, bool), np.zeros(self.num_pages, bool)
             self._leaving = self._locks > 0
             self._leaving[: self.reserved] = False
             self._append(np.flatnonzero(~self._leaving[self.reserved :]) + self.reserved)
@@ -51,7 +53,11 @@ class PageAllocator:
         return self._count * self.page_size
 
     def alloc(self, need: int) -> torch.Tensor | None:
-        """`need` slots as whole pages; None when that many are not free. `ValueError` for part of a page."""
+        """`need` slots as whole pages; None when that many are not free.
+
+        `ValueError` for part of a page, `TypeError` for what is no whole number.
+        """
+        need = index(need)
         if need < 0 or need % self.page_size:
             raise ValueError(f"cannot allocate {need} slots: pages hold {self.page_size}, ask for a multiple of it")
         count = need // self.page_size
@@ -68,7 +74,7 @@ class PageAllocator:
         pages = check(indices, self.page_size, self.num_pages, "freed", unique=True)
         with self._lock:
             self._require_used(pages)
-            self._used[pages] = False
+            self._used[pages] = self._kept[pages] = False
             locked = self._locks[pages] > 0
             self._leaving[pages[locked]] = True
             self._append(pages[~locked])
@@ -88,6 +94,19 @@ class PageAllocator:
             raise ValueError(f"page {outside[0]} is outside the pool's {self.num_pages} pages")
         with self._lock:
             self._require_used(pages)
+
+    def keep(self, indices: torch.Tensor) -> None:
+        """From now on these slots are somebody's who keeps them, until they are freed.
+
+        `ValueError`, and nothing changes, for slots that are not allocated or kept already.
+        """
+        pages = check(indices, self.page_size, self.num_pages, "kept", unique=True)
+        with self._lock:
+            self._require_used(pages)
+            twice = pages[self._kept[pages]]
+            if len(twice):
+                raise ValueError(f"slot {twice[0] * self.page_size} is kept already, until it is freed")
+            self._kept[pages] = True
 
     def lock(self, indices: torch.Tensor) -> None:
         """Nobody gets these slots before `unlock`, whoever frees them meanwhile. Locks are counted.
@@ -112,6 +131,28 @@ class PageAllocator:
             self._leaving[gone] = False
             self._append(gone)
 
+    # ---- what is known of each page, `[num_pages]`, to be read only
+
+    @property
+    def used(self) -> np.ndarray:
+        """Whether it was handed out and not freed since."""
+        return _read_only(self._used)
+
+    @property
+    def kept(self) -> np.ndarray:
+        """Whether somebody keeps it."""
+        return _read_only(self._kept)
+
+    @property
+    def locks(self) -> np.ndarray:
+        """How often it is locked."""
+        return _read_only(self._locks)
+
+    @property
+    def leaving(self) -> np.ndarray:
+        """Whether it was freed while it was locked: it is free when the last lock is gone."""
+        return _read_only(self._leaving)
+
     def _require_used(self, pages: np.ndarray) -> None:
         idle = pages[~self._used[pages]]
         if len(idle):
@@ -120,6 +161,13 @@ class PageAllocator:
     def _append(self, pages: np.ndarray) -> None:
         self._ring[(self._head + self._count + np.arange(len(pages))) % max(self.num_pages, 1)] = pages
         self._count += len(pages)
+
+
+def _read_only(array: np.ndarray) -> np.ndarray:
+    """The array itself, as it is now and will be."""
+    view = array.view()
+    view.flags.writeable = False
+    return view
 
 
 class Budget:

@@ -1,10 +1,11 @@
 """Backups and loads of a stack: queued, merged, put in order with the model's work and each other, acknowledged.
 
 A backup begins after what the caller's stream was given so far, after the write fence (the stream of a forward pass
-that may still write the rows) and after loads that touch the same slots; a load likewise. One stream carries all
-backups, one all loads. Loads are submitted layer by layer over all pools, and `wait_until` lets the model's stream
-wait for one layer. States that a model overwrites in place are read before the caller's stream goes on. How operations
-are queued, and what is locked meanwhile, is in `queueing.py`.
+that may still write the rows) and after loads that touch the same slots; a load likewise. What reads the slots of a
+transfer that fails, fails too. One stream carries all backups, one all loads. Loads are submitted layer by layer over
+all pools, and `wait_until` lets the model's stream wait for one layer. States that a model overwrites in place have a
+stream of their own, since the caller's goes on only when they were read. How operations are queued, and what is locked
+meanwhile, is in `queueing.py`.
 
 On a CPU the work is queued too, and runs when somebody waits for it: `acknowledge(wait=True)`.
 
@@ -53,7 +54,7 @@ class Controller(Queues):
         super().__init__(stack, hooks, runtime)
         self.layers = LayerDone(self.runtime, max(stack.num_layers, 1))  # side states come with the first, if need be
         self.fences = {"backup": write_fence, "load": load_fence}
-        self._streams = {direction: self.runtime.stream() for direction in DIRECTIONS}
+        self._streams = {name: self.runtime.stream() for name in (*DIRECTIONS, "states")}
         self._in_flight: dict[str, deque[Batch]] = {direction: deque() for direction in DIRECTIONS}
         self._told: list[Ack] = []  # by the next acknowledgement
 
@@ -66,15 +67,16 @@ class Controller(Queues):
         """
         batches = self._batches("backup")
         with self._submitting(batches):
-            in_place = [(batch, name) for batch in batches for name in batch.names() if self._in_place(batch, name)]
-            for batch, name in in_place:
-                self._move(batch, name)
-            if in_place:
-                self._protect()
+            states, others = list[tuple[Batch, str]](), list[tuple[Batch, str]]()
             for batch in batches:
                 for name in batch.names():
-                    if (batch, name) not in in_place:
-                        self._move(batch, name)
+                    (states if self._in_place(batch, name) else others).append((batch, name))
+            for move in states:
+                self._move(*move)
+            if states:
+                self._protect()
+            for move in others:
+                self._move(*move)
         return len(batches)
 
     def start_loading(self) -> int | None:
@@ -132,11 +134,15 @@ class Controller(Queues):
 
     def _begin(self, batch: Batch) -> None:
         """Put the batch in order with everything that it must come after."""
-        stream = self._streams[batch.direction]
+        others = self._in_flight[opposite(batch.direction)]
+        batch.sources = [other for other in others if overlap(batch.touched, other.written)]
+        streams = self._streams_of(batch)
         for event in self._events_before(batch):
-            self.runtime.wait(stream, event)
-        batch.begun = self.runtime.record(stream, timed=True)
+            for stream in streams:
+                self.runtime.wait(stream, event)
+        batch.begun = self.runtime.record(streams[0], timed=True)
         self.hooks.reached(f"{batch.direction} submit")
+        self._require_sources(batch)
 
     def _events_before(self, batch: Batch) -> list[Event]:
         """The caller's work so far, the forward passes', what made the lists, transfers the other way of its slots."""
@@ -148,21 +154,34 @@ class Controller(Queues):
         return [self.runtime.record(stream) for stream in streams] + [event for event in events if event]
 
     def _end(self, batch: Batch) -> None:
-        batch.finished = self.runtime.record(self._streams[batch.direction], timed=True)
+        *beside, stream = self._streams_of(batch)
+        for other in beside:
+            self.runtime.wait(stream, self.runtime.record(other))
+        batch.finished = self.runtime.record(stream, timed=True)
 
     def _protect(self) -> None:
-        """The model's next step, which overwrites states in place, comes after the copies so far."""
-        copied = self.runtime.record(self._streams["backup"])
-        for stream in (self.runtime.current(), self.fences["backup"]):
+        """The model's next step, which overwrites states in place, comes after the copies of states, and no others.
+
+        What is backed up beside them does so too: slots of a window are looked up once for all pools of a batch.
+        """
+        copied = self.runtime.record(self._streams["states"])
+        for stream in (self.runtime.current(), self.fences["backup"], self._streams["backup"]):
             if stream is not None:
                 self.runtime.wait(stream, copied)
 
+    def _streams_of(self, batch: Batch) -> list[Stream]:
+        """The one of its direction, and before that the one of states, if it backs some up."""
+        states = any(self._in_place(batch, name) for name in batch.names())
+        return [self._streams["states"]] * states + [self._streams[batch.direction]]
+
     def _in_place(self, batch: Batch, name: str) -> bool:
-        return self.host.pools[name].spec.overwritten_in_place and any(map(count, batch.transfers_of(name)))
+        """Whether it backs up a pool that the model is going to overwrite, and waits for."""
+        overwritten = batch.direction == "backup" and self.host.pools[name].spec.overwritten_in_place
+        return overwritten and any(map(count, batch.transfers_of(name)))
 
     def _move(self, batch: Batch, name: str, layers: tuple[int, ...] | None = None) -> None:
         """Some layers of a pool, or whatever is left of it."""
-        stream = self._streams[batch.direction]
+        stream = self._streams["states" if self._in_place(batch, name) else batch.direction]
 
         def move() -> None:
             if name not in batch.transfers:
@@ -228,13 +247,30 @@ class Controller(Queues):
         Their slots are no longer locked. What a failed one had allocated is free again. To wait for what a hook holds
         is to wait for ever: an emulated device raises `Stuck`, and nothing has ended.
         """
-        for direction in DIRECTIONS:
-            flights = self._in_flight[direction]
-            while flights and not self.hooks.held(f"{direction} acknowledge") and (wait or self.arrived(flights[0])):
-                self._told += self._settle(flights[0])
-                flights.popleft()
+        while batch := self._next_to_settle(wait):
+            self._told += self._settle(batch)
+            self._in_flight[batch.direction].popleft()
         acks, self._told = self._told, []
         return acks
+
+    def _next_to_settle(self, wait: bool) -> Batch | None:
+        """The oldest of a direction that has arrived, or is to be waited for; after what was to bring its source."""
+        for direction, flights in self._in_flight.items():
+            if not flights or self.hooks.held(f"{direction} acknowledge"):
+                continue
+            waits_for = [source for source in flights[0].sources if source in self._in_flight[opposite(direction)]]
+            if not waits_for and (wait or self.arrived(flights[0])):
+                return flights[0]
+        return None
+
+    def under_way(self, direction: str) -> tuple[Operation, ...]:
+        """What was submitted and has not ended, in order. It has ended when its slots are no longer locked."""
+        return tuple(operation for batch in self._in_flight[direction] for operation in batch.operations)
+
+    @property
+    def ended(self) -> tuple[Ack, ...]:
+        """What has ended already and the next `acknowledge` will tell."""
+        return tuple(self._told)
 
     def arrived(self, batch: Batch) -> bool:
         """Every byte is where it belongs, and visible; or not even an event could be recorded."""
@@ -246,6 +282,8 @@ class Controller(Queues):
             batch.judge(verdict)
         for receipt in (r for receipts in batch.receipts.values() for r in receipts):
             batch.attempt(receipt.wait)
+        batch.attempt(partial(self._require_sources, batch))
+        batch.sources.clear()
         batch.attempt(partial(self._require_complete, batch))
         batch.attempt(partial(self.hooks.reached, f"{batch.direction} acknowledge"))
         if batch.error and batch.producer is not None:
@@ -264,6 +302,12 @@ class Controller(Queues):
                 raise
             except Exception as failure:
                 batch.error = batch.error or failure
+
+    def _require_sources(self, batch: Batch) -> None:
+        """Whatever was to bring what it reads has not failed, so far."""
+        for source in batch.sources:
+            if source.error:
+                raise RuntimeError(f"a {source.direction} failed that was to bring what it reads: {source.error}")
 
     def _require_complete(self, batch: Batch) -> None:
         for name in batch.names():

@@ -28,6 +28,7 @@ class DevicePool:
     """
 
     def __init__(self, spec: PoolSpec, num_pages: int, device: str | torch.device = "cpu") -> None:
+        spec.require_pages(num_pages)
         platform = settled(str(device))
         where = torch.device(memory_of(platform))
         tensors = {
@@ -43,9 +44,10 @@ class DevicePool:
     def wrap(cls, spec: PoolSpec, tensors: Mapping[str, Sequence[torch.Tensor]]) -> DevicePool:
         """A pool over existing buffers, one tensor per component and owned layer. Rows may be strided, not their lanes.
 
-        Raises `ValueError` for a missing or extra buffer, another shape or element size, rows that are not packed,
-        buffers of unequal length (a draft layer shorter than its target, say), and rows that overlap, inside a
-        buffer or between two. Buffers may be interleaved (K and V in one engine tensor, say).
+        Raises `TypeError` for a buffer that is no tensor, `ValueError` for a missing or extra buffer, another shape or
+        element size, rows that are not packed, buffers of unequal length (a draft layer shorter than its target, say),
+        and rows that overlap, inside a buffer or between two. Buffers may be interleaved (K and V in one engine
+        tensor, say).
         """
         names = [c.name for c in spec.components]
         if sorted(tensors) != sorted(names):
@@ -169,6 +171,8 @@ def _pages(spec: PoolSpec, c: Component, tensor: torch.Tensor) -> int:
 
 
 def _require_rows(what: str, c: Component, tensor: torch.Tensor) -> None:
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{what}: a buffer must be a tensor (torch.as_tensor makes one), got {tensor!r:.80}")
     if tuple(tensor.shape[1:]) != row_shape(c):
         raise ValueError(f"{what}: rows must be {row_shape(c)}, got a buffer of shape {tuple(tensor.shape)}")
     if tensor.dtype.itemsize != c.dtype.itemsize:
@@ -177,7 +181,7 @@ def _require_rows(what: str, c: Component, tensor: torch.Tensor) -> None:
     for extent, stride in zip(reversed(tensor.shape[1:]), reversed(tensor.stride()[1:]), strict=True):
         if extent != 1 and stride != packed:
             raise ValueError(f"{what}: lanes of a row must be packed, got strides {tensor.stride()}")
-        packed *= extent
+        packed *= max(extent, 1)  # rows without lanes have the strides of rows with one
     if tensor.shape[0] > 1 and tensor.stride(0) < packed:
         raise ValueError(f"{what}: rows overlap, {packed} elements at a stride of {tensor.stride(0)}")
 

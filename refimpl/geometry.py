@@ -7,6 +7,7 @@ described here needs no code of its own.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import Literal, get_args
 
@@ -20,6 +21,11 @@ NO_LAYER = (None,)
 
 # Types that torch copies as numbers (a bool becomes 0 or 1), or cannot copy at all.
 NOT_ALL_BITS = ("torch.bool", "torch.float4_e2m1fn_x2")
+
+
+def is_int(number: object) -> bool:
+    """A plain one: NumPy's have a width, which a product of two may not fit, and True is no length."""
+    return type(number) is int
 
 
 @dataclass(frozen=True)
@@ -67,6 +73,7 @@ class Component:
         )
         require(self.unit in UNITS, f"unit must be one of {UNITS}, got {self.unit!r}")
         require(self.row_shape != (), "dim needs an axis; a single number per row has dim=1")
+        self._require_types(require)
         require(min(self.row_shape) >= 0, f"dim must not be negative, got {self.dim}")
         require(self.heads is None or self.heads >= 1, f"heads must be at least 1 or None, got {self.heads}")
         require(self.heads is None or self.unit == "token", f"only token rows have heads, this is a {self.unit} row")
@@ -83,6 +90,20 @@ class Component:
         require(self.layers is None or not self.side, "a side state has no layers")
         owned = self.layers or ()
         require(len(set(owned)) == len(owned) and min(owned, default=0) >= 0, f"layers {owned} must be distinct ids")
+
+    def _require_types(self, require: Callable[[bool, str], None]) -> None:
+        owned = () if self.layers is None else self.layers
+        for field, value in (("layers", owned), ("split", self.split), ("segments", self.segments)):
+            require(isinstance(value, tuple), f"{field} must be a tuple, got {value!r}")
+        numbers = {
+            "dim": self.row_shape,
+            "heads": (self.heads or 1,),
+            "layers": owned,
+            "split": self.split,
+            "segments": tuple(n for s in self.segments for n in (s.entries, s.bytes)),
+        }
+        for field, values in numbers.items():
+            require(all(map(is_int, values)), f"{field} must be whole numbers (int), got {getattr(self, field)!r}")
 
     @property
     def row_shape(self) -> tuple[int, ...]:
@@ -133,7 +154,10 @@ class PoolSpec:
             if not holds:
                 raise ValueError(f"pool {self.name!r}: {rule}")
 
+        require(isinstance(self.components, tuple), f"components must be a tuple, got {self.components!r}")
         names = [c.name for c in self.components]
+        for field in ("layers", "page_size", "head_groups"):
+            require(is_int(getattr(self, field)), f"{field} must be whole numbers (int), got {getattr(self, field)!r}")
         require(self.layers >= 0, f"layers must not be negative, got {self.layers}")
         require(self.page_size >= 1, f"page_size must be at least 1, got {self.page_size}")
         require(self.head_groups >= 1, f"head_groups must be at least 1, got {self.head_groups}")
@@ -180,6 +204,11 @@ class PoolSpec:
 
     def component_page_bytes(self, component: Component) -> int:
         return len(self.layers_of(component)) * self.tokens_per_page(component) * component.row_bytes
+
+    def require_pages(self, num_pages: int) -> None:
+        """`ValueError` for a number of pages that no pool can have."""
+        if not is_int(num_pages) or num_pages < 0:
+            raise ValueError(f"pool {self.name!r}: num_pages must be a whole number (int) from 0 on, got {num_pages!r}")
 
     @property
     def page_bytes(self) -> int:

@@ -6,6 +6,9 @@ some of these tables empty, missing or wrong outside `layer_first`.)
 
 from __future__ import annotations
 
+import math
+from itertools import product
+
 import torch
 
 from refimpl.geometry import PoolSpec
@@ -59,13 +62,14 @@ class HostBuffers:
     def buffer(self, component: str) -> torch.Tensor | list[torch.Tensor]:
         """A component in memory order, as upstream shapes it; a list where it lies in several tensors."""
         self.spec.component(component)
-        held = [
-            tensor.select(axes.index("component"), buffer.position(component)) if stacked else tensor
-            for buffer, shaped in self._upstream()
-            if component in [c.name for c in buffer.components]
-            for axes, stacked in [(buffer.axes, len(buffer.components) > 1)]
-            for tensor in shaped
-        ]
+        held: list[torch.Tensor] = []
+        for buffer, shaped in self._upstream():
+            if component not in [c.name for c in buffer.components]:
+                continue
+            if len(buffer.components) > 1:  # stacked: upstream shows the axis, and it is where it lies in memory
+                stack = buffer.axes.index("component")
+                shaped = [tensor.select(stack, buffer.position(component)) for tensor in shaped]
+            held += shaped
         return held[0] if len(held) == 1 else held
 
     @property
@@ -189,7 +193,10 @@ class HostBuffers:
             for tensor in tensors:
                 target = tensor.select(buffer.axes.index("page"), page)
                 nbytes = target.numel() * buffer.dtype.itemsize
-                target.copy_(flat[first : first + nbytes].clone().view(buffer.dtype).view(target.shape))
+                aligned = flat[
+                    first : first + nbytes
+                ].clone()  # torch views bytes as wider elements only from an even start
+                target.copy_(aligned.view(buffer.dtype).view(target.shape))
                 first += nbytes
 
     def get_dummy_flat_data_page(self) -> torch.Tensor:
@@ -208,21 +215,26 @@ class HostBuffers:
         return next(iter(self.get_page_buffer_meta(indices)[1]), 0)
 
     def get_split_heads_page_buffer_meta(self, indices: torch.Tensor, split: int) -> tuple[list[int], list[int]]:
-        """The same for one of `split` ranks after the other, where heads lie outermost in a page."""
+        """The same for one of `split` ranks after the other, where heads lie outermost in a page.
+
+        `ValueError` where they do not, or where those of some component cannot be shared out evenly.
+        """
         self._require_open()
-        addresses: list[int] = []
-        units = self._outer_heads()
-        if not units or split < 1 or units % split:
+        counts = self._outer_heads()
+        if not counts or split < 1 or any(count % split for count in counts):
             raise ValueError(
-                f"{self.layout} of pool {self.spec.name!r} keeps {units or 'no'} heads outermost in a page, "
-                f"they cannot be split between {split} ranks"
+                f"{self.layout} of pool {self.spec.name!r} keeps {' and '.join(map(str, counts)) or 'no'} heads "
+                f"outermost in a page, they cannot be split between {split} ranks"
             )
-        whole, sizes = self.get_page_buffer_meta(indices)
+        pieces = list(zip(*self.get_page_buffer_meta(indices), strict=True))
         per_page = len(self._pieces())
-        for at in range(0, len(whole), per_page):
-            for rank in range(split):
-                addresses += [whole[i] + rank * (sizes[i] // split) for i in range(at, at + per_page)]
-        return addresses, [size // split for size in sizes for _ in range(split)]
+        found = [
+            (first + rank * (size // split), size // split)
+            for at in range(0, len(pieces), per_page)
+            for rank in range(split)
+            for first, size in pieces[at : at + per_page]
+        ]
+        return [address for address, _ in found], [size for _, size in found]
 
     def get_contiguous_buf_infos(self) -> tuple[list[int], list[int], list[int]]:
         """The fewest ranges in which page i begins at `address + i * item`: addresses, bytes, item bytes."""
@@ -244,22 +256,17 @@ class HostBuffers:
         pieces = []
         for buffer, tensors in self.storage:
             outside = buffer.axes[: buffer.axes.index("page")]
-            for at, tensor in enumerate(tensors):
-                for position in range(buffer.extents["component"] if "component" in outside else 1):
-                    for layer in range(buffer.extents["layer"] if "layer" in outside else 1):
-                        first = tensor.data_ptr() + sum(
-                            buffer.strides[axis] * index
-                            for axis, index in (("component", position), ("layer", layer))
-                            if axis in outside
-                        )
-                        pieces.append((at + layer, first, buffer.piece_bytes))
+            for number, tensor in enumerate(tensors):
+                for indices in product(*(range(buffer.extents[axis]) for axis in outside)):
+                    at = dict(zip(outside, indices, strict=True))
+                    first = tensor.data_ptr() + sum(buffer.strides[axis] * index for axis, index in at.items())
+                    pieces.append((number + at.get("layer", 0), first, buffer.piece_bytes))
         return pieces
 
-    def _outer_heads(self) -> int:
-        """Heads (or groups of heads) that can be told apart as outermost ranges of every page; 0 if there are none."""
-        outer = {"page_head": ("group", "head"), "page_unified": ("group",)}.get(self.layout, ())
-        counts = {b.extents["group"] * (b.extents["head"] if "head" in outer else 1) for b, _ in self.storage}
-        return min(counts) if outer else 0
+    def _outer_heads(self) -> list[int]:
+        """How many heads (or groups of heads) are outermost ranges of every page: each number that a buffer has."""
+        axes = {"page_head": ("group", "head"), "page_unified": ("group",)}.get(self.layout)
+        return sorted({math.prod(b.extents[axis] for axis in axes) for b, _ in self.storage}) if axes else []
 
     def _page_at(self, index: int) -> int:
         self._require_open()

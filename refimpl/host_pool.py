@@ -64,8 +64,7 @@ class HostPool(HostBuffers):
         only_cuda = "cpu" not in BACKENDS.get(backend, ("cpu",))
         platform = platform or ("cuda" if only_cuda and torch.cuda.is_available() else "cpu")
         self.paths = require(spec, layout, backend, platform_of(platform), profile)
-        if num_pages < 0:
-            raise ValueError(f"pool {spec.name!r}: num_pages must not be negative, got {num_pages}")
+        spec.require_pages(num_pages)
         for option, value in (("staging_pages", staging_pages), ("blocks", blocks)):
             least, most = BOUNDS[option]
             if value is not None and not (type(value) is int and least <= value <= most):
@@ -117,6 +116,11 @@ class HostPool(HostBuffers):
         return sum(self._staging)
 
     # ---- slots
+
+    @property
+    def allocator(self) -> PageAllocator:
+        """Who has which of its slots. Of a sidecar it says nothing: look at the pool that it rides on."""
+        return self._slots
 
     @property
     def size(self) -> int:

@@ -78,12 +78,16 @@ def check_pair(
     """Pages named by two index lists. Raises `ValueError` naming the first index that breaks a rule.
 
     The destination's pages must be unique (two writers of one page have no right answer); a source may be read twice.
+    `TypeError` for a list that is no tensor.
 
     stays  whether the list of a side ("host", "device") is left where it is, for the device to check
     read   brings one that is not to the host
     """
+    for side, given in (("host", host_indices), ("device", device_indices)):
+        if given is not None:
+            _require_list(given, page_size, side)
     if host_indices is None or device_indices is None:
-        if host_indices is not device_indices and len(_present(host_indices, device_indices)):
+        if any(given is not None and given.numel() for given in (host_indices, device_indices)):
             raise ValueError("one index list is None while the other one is not empty")
         return Items(np.empty(0, np.int64), np.empty(0, np.int64))
     if host_indices.numel() != device_indices.numel():
@@ -94,7 +98,6 @@ def check_pair(
 
     def pages_of(indices: torch.Tensor, num_pages: int, side: str, unique: bool) -> Pages:
         nonlocal syncs
-        _require_list(indices, page_size, side)
         if stays(side, indices) and indices.numel():
             return Unchecked(indices.contiguous(), page_size, num_pages, side, unique)
         told = read(indices)
@@ -108,13 +111,17 @@ def check_pair(
 
 
 def check(indices: torch.Tensor, page_size: int, num_pages: int, side: str, unique: bool) -> np.ndarray:
-    """Page numbers (int64) of a list of token slots, or `ValueError` with the offending index."""
+    """Page numbers (int64) of a list of token slots, or `ValueError` with the offending index.
+
+    side    what the list is called in errors
+    unique  whether a page may be named only once
+    """
     _require_list(indices, page_size, side)
     slots = indices.cpu().numpy().astype(np.int64).reshape(-1, page_size)
     starts: np.ndarray = slots[:, 0]
     _refuse(starts, starts % page_size != 0, f"{side} index {{}} begins a page but is no multiple of {page_size}")
-    expected = starts[:, None] + np.arange(page_size)
-    _refuse(slots, slots != expected, f"{side} index {{}} breaks its page: the {page_size} tokens must be consecutive")
+    apart = np.diff(slots) != 1
+    _refuse(slots[:, 1:], apart, f"{side} index {{}} breaks its page: the {page_size} tokens must be consecutive")
     pages = starts // page_size
     outside = (pages < 0) | (pages >= num_pages)
     _refuse(starts, outside, f"{side} index {{}} is outside the pool's 0..{num_pages * page_size - 1}")
@@ -125,6 +132,13 @@ def check(indices: torch.Tensor, page_size: int, num_pages: int, side: str, uniq
 
 def _require_list(indices: torch.Tensor, page_size: int, side: str) -> None:
     """What can be said of a list without reading it."""
+    if not isinstance(indices, torch.Tensor):
+        raise TypeError(
+            f"{side} indices must be a 1-D int64 or int32 tensor, got {indices!r:.80}; torch.as_tensor() makes one"
+        )
+    if indices.is_meta or indices.layout != torch.strided:
+        kind = f"{indices.layout} on {indices.device}"
+        raise ValueError(f"{side} indices must be a dense tensor in memory, got one that is {kind}")
     if indices.dim() != 1 or indices.dtype not in (torch.int64, torch.int32):
         raise ValueError(
             f"{side} indices must be a 1-D int64 or int32 tensor, got {indices.dtype} of shape {tuple(indices.shape)}"
@@ -137,13 +151,16 @@ def _require_list(indices: torch.Tensor, page_size: int, side: str) -> None:
 
 
 def slots_of(pages: np.ndarray | torch.Tensor | list[int], page_size: int) -> torch.Tensor:
-    """Token slots of whole pages, in order: the inverse of `check`.
+    """Token slots (int64) of whole pages, in order: the inverse of `check`. `ValueError` for what names no pages.
 
     >>> slots_of([2, 0], page_size=3)
     tensor([6, 7, 8, 0, 1, 2])
     """
-    pages = torch.as_tensor(pages, dtype=torch.int64)
-    return (pages[:, None] * page_size + torch.arange(page_size)).reshape(-1)
+    numbers = torch.as_tensor(pages)
+    fractions = numbers.is_floating_point() and numbers.numel()  # torch takes an empty list for floats
+    if numbers.dim() != 1 or fractions or numbers.dtype == torch.bool:
+        raise ValueError(f"pages must be a 1-D list of numbers, got {numbers.dtype} of shape {tuple(numbers.shape)}")
+    return (numbers.to(torch.int64)[:, None] * page_size + torch.arange(page_size)).reshape(-1)
 
 
 def _refuse(values: np.ndarray, broken: np.ndarray, rule: str) -> None:
@@ -156,7 +173,3 @@ def _repeated(pages: np.ndarray) -> np.ndarray:
     repeated = np.ones(len(pages), bool)
     repeated[np.unique(pages, return_index=True)[1]] = False
     return repeated
-
-
-def _present(*indices: Indices) -> torch.Tensor:
-    return next(i for i in indices if i is not None)

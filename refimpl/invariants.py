@@ -13,6 +13,7 @@ import torch
 from refimpl.allocator import PageAllocator
 from refimpl.indices import check
 from refimpl.radix import Node, PrefixCache, Slots, Ticket
+from refimpl.support import DIRECTIONS
 
 SIDES = ("device", "host")
 Place = tuple[str, str]  # a side, and a pool that owns indices
@@ -56,7 +57,7 @@ def _links(cache: PrefixCache) -> Iterator[Complaint]:
                 yield None, f"a child of tokens {child.key.tolist()} does not know its parent"
             if not len(child.key) or len(child.key) % cache.page_size:
                 yield child, f"{len(child.key)} tokens are no whole pages of {cache.page_size}"
-            if edge != cache._edge(child.key):
+            if edge != child.key[: cache.page_size].tobytes():
                 yield child, "its parent knows it by another first page"
         waiting.extend(node.children.values())
 
@@ -76,15 +77,22 @@ def _order_of_use(cache: PrefixCache) -> Iterator[Complaint]:
         if not 0 < node.used_at <= cache.now:
             yield node, f"used at {node.used_at}, now is {cache.now}"
     for side, name in _places(cache):
-        may_go = [node.used_at for node in nodes if cache._may_go(node, side, name)]
-        first = [node.used_at for node in cache._victims(side, name, 1)]
+        may_go = [node.used_at for node in nodes if _may_go(cache, node, side, name)]
+        first = [node.used_at for node in cache.victims(side, name, 1)]
         if first != sorted(may_go)[:1]:
             yield None, f"of {name} on the {side} what was used at {first} would go first, of {sorted(may_go)}"
 
 
+def _may_go(cache: PrefixCache, node: Node, side: str, name: str) -> bool:
+    """Nobody uses it, nothing is under way, and what is behind it does not need it."""
+    held = dict(_sides(node))[side]
+    behind = [child for child in node.children.values() if name in dict(_sides(child))[side] or child.ticket]
+    return name in held and not (node.ticket or node.users or (name == cache.anchor and behind))
+
+
 def _nothing_for_nothing(cache: PrefixCache) -> Iterator[Complaint]:
     for node in _nodes(cache):
-        if not (node.children or node.ticket or cache._anywhere(node)):
+        if not (node.children or node.ticket or cache.anchor in node.device or cache.anchor in node.host):
             yield node, "a leaf whose tokens are nowhere"
 
 
@@ -127,17 +135,25 @@ def _with_the_anchor(cache: PrefixCache) -> Iterator[Complaint]:
 
 
 def _under_way(cache: PrefixCache) -> Iterator[Complaint]:
-    """A node and its ticket know each other, the controller knows the ticket, and slots are locked on both sides."""
-    nodes, known = set(_nodes(cache)), _submitted(cache) | {ack.tag for ack in cache.controller._told}
+    """A node and its ticket know each other, the controller knows the ticket, and slots are locked on both sides.
+
+    What has ended is not locked: it waits to be told, or for the load of what comes before it.
+    """
+    nodes, going_on = set(_nodes(cache)), _going_on(cache)
+    known = going_on | {ack.tag for ack in cache.controller.ended}
     for node in nodes:
         if node.ticket and (node.ticket.done or node.ticket not in known or node not in node.ticket.parts):
             yield node, f"its {node.ticket.direction} is over, or not of this node"
-    for ticket in _submitted(cache):
+    for ticket in going_on:
         for node, part in ticket.parts.items():
             if node not in nodes or node.ticket is not ticket:
                 yield node, f"a {ticket.direction} goes on for it that it does not know"
             for name, slots in part.items():
                 yield from _part_of_a_node(cache, ticket, node, name, slots)
+    for ticket in _early(cache):
+        before = {other for node in ticket.parts for other in node.path()}
+        if ticket.parts and not any(other.ticket and other.ticket.direction == "load" for other in before):
+            yield None, f"a {ticket.direction} of {len(ticket.parts)} nodes has ended, and there is no load to wait for"
 
 
 def _part_of_a_node(
@@ -153,7 +169,7 @@ def _part_of_a_node(
         yield node, f"{len(slots)} slots of {name} in a {ticket.direction}: {len(device)} and {len(host)} on its sides"
     for side, some in (("device", device), ("host", host)):
         allocator = _allocator(cache, side, name)
-        if not allocator._locks[some.numpy() // allocator.page_size].all():
+        if ticket not in _early(cache) and not allocator.locks[some.numpy() // allocator.page_size].all():
             yield node, f"{name} is under way, and its slots on the {side} are not locked"
 
 
@@ -168,14 +184,17 @@ def _unaccounted(cache: PrefixCache, others: Others | None) -> Iterator[Complain
                 if slot in owned:
                     yield node, f"slot {slot} of {name} on the {side} is also owned by {owned[slot]!r}"
                 owned[slot] = node
-            if not allocator._used[some.numpy() // allocator.page_size].all():
+            pages = some.numpy() // allocator.page_size
+            if not allocator.used[pages].all():
                 yield node, f"{name} on the {side}: slots are owned here, and free"
+            if side == "device" and not allocator.kept[pages].all():
+                yield node, f"{name} on the {side}: slots are owned here, and could be given to the tree again"
         for some in (others or {}).get((side, name), ()):
             for slot in some.tolist():
                 if slot in owned:
                     yield owned[slot], f"slot {slot} of {name} on the {side} is also owned by a request"
         held = sum(map(len, (others or {}).get((side, name), ())))
-        leaving = int(allocator._leaving.sum()) * allocator.page_size  # freed, and locked by what is under way still
+        leaving = int(allocator.leaving.sum()) * allocator.page_size  # freed, and locked by what is under way still
         known = [len(owned), held, leaving, allocator.reserved * allocator.page_size, allocator.available_size()]
         if sum(known) > allocator.size or (others is not None and sum(known) < allocator.size):
             told = "{} of the tree + {} of requests + {} leaving + {} reserved + {} available".format(*known)
@@ -184,7 +203,7 @@ def _unaccounted(cache: PrefixCache, others: Others | None) -> Iterator[Complain
 
 def _owned(cache: PrefixCache, side: str, name: str) -> Iterator[tuple[Node, torch.Tensor]]:
     """By the nodes of a tree, and by its backups, which will be theirs."""
-    saving = {t for t in _submitted(cache) if t.direction == "backup" and side == "host"}
+    saving = {t for t in _going_on(cache) if t.direction == "backup" and side == "host"}
     for node in _nodes(cache):
         slots, ticket = dict(_sides(node))[side], node.ticket
         if name in slots:
@@ -211,14 +230,18 @@ def _places(cache: PrefixCache) -> list[Place]:
 
 def _allocator(cache: PrefixCache, side: str, name: str) -> PageAllocator:
     stack = cache.controller.stack
-    return stack.device_slots[name] if side == "device" else stack.host.pools[name]._slots
+    return stack.device_slots[name] if side == "device" else stack.host.pools[name].allocator
 
 
-def _submitted(cache: PrefixCache) -> set[Ticket]:
-    """Tickets of what the controller has queued or under way. What has ended and was not told yet is not locked."""
-    queued, in_flight = cache.controller._queued.values(), cache.controller._in_flight.values()
-    operations = [o for some in queued for o in some] + [o for f in in_flight for b in f for o in b.operations]
-    return {operation.tag for operation in operations if isinstance(operation.tag, Ticket)}
+def _going_on(cache: PrefixCache) -> set[Ticket]:
+    """Tickets of what is queued, under way, or waits to be taken note of."""
+    controller = cache.controller
+    operations = [o for each in DIRECTIONS for o in (*controller.queued(each), *controller.under_way(each))]
+    return {o.tag for o in operations if isinstance(o.tag, Ticket)} | _early(cache)
+
+
+def _early(cache: PrefixCache) -> set[Ticket]:
+    return {ack.tag for ack in cache.early if isinstance(ack.tag, Ticket)}
 
 
 RULES: dict[str, Callable[[PrefixCache], Iterator[Complaint]]] = {

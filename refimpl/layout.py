@@ -93,15 +93,20 @@ class Buffer:
         return [c.name for c in self.components].index(component)
 
     def byte_offset(self, component: str, page: int, layer: int | None, token: int = 0, head: int = 0) -> int:
-        """Byte at which a head's lanes begin, from the start of the tensor that holds the layer."""
+        """Byte at which a head's lanes begin, from the start of the tensor that holds the layer.
+
+        `KeyError` for a layer that the component does not own, `IndexError` for a page, token or head outside.
+        """
         if layer not in self.layers:
             raise KeyError(f"{component} owns no layer {layer}, it owns {self.layers}")
+        heads = self.extents["group"] * self.extents["head"]
+        limits = {"page": (page, self.extents["page"]), "token": (token, self.extents["token"]), "head": (head, heads)}
+        for axis, (index, count) in limits.items():
+            if not 0 <= index < count:
+                raise IndexError(f"{component}: {axis} {index} is outside 0..{count - 1}")
         group, head_in_group = divmod(head, self.extents["head"])
         at = {"component": self.position(component), "page": page, "token": token}
         at |= {"layer": self.layers.index(layer), "group": group, "head": head_in_group, "lane": 0}
-        for axis in ("page", "token", "group"):
-            if not 0 <= at[axis] < self.extents[axis]:
-                raise IndexError(f"{component}: {axis} {at[axis]} is outside 0..{self.extents[axis] - 1}")
         return sum(at[axis] * step for axis, step in self.strides.items())
 
     def view(self, tensor: torch.Tensor, component: str, layer: int | None) -> torch.Tensor:
@@ -159,7 +164,10 @@ def byte_offset(
     head: int = 0,
     part: int = 0,
 ) -> int:
-    """Byte at which a head's lanes begin in the buffer of its component.
+    """Byte at which a head's lanes begin in the buffer of its component (of the layer, where each has a tensor).
+
+    Assumes, as `buffers` does, that `support` allows the pair. Raises as `Buffer.byte_offset` does, and `KeyError` for
+    a layout or a component that there is not.
 
     >>> import torch; from refimpl import presets
     >>> spec = presets.mha(layers=3, heads=4, head_dim=16, dtype=torch.bfloat16, page_size=4)
@@ -205,8 +213,10 @@ def _kept_axes(row: Component, family: str, layout: str, stacked: int) -> set[st
     if stacked > 1:
         kept.add("component")
     if layout == "page_unified":
-        kept |= {"group"} if row.heads is not None else set()
-        kept -= {"head"} if row.heads is None else set()
+        if row.heads is None:
+            kept.discard("head")
+        else:
+            kept.add("group")
     one_after_layer = ("page_first", "page_first_direct") if family in ("mamba", "dsa") else ("page_first_direct",)
     if row.unit != "token" and layout in one_after_layer and not row.side:
         kept.add("token")

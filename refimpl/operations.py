@@ -84,6 +84,7 @@ class Batch:
     """Operations that are submitted together, one transfer for each pool.
 
     producer   of a load: the number under which its layers are waited for
+    sources    transfers the other way, under way when it was submitted, which were to bring what it reads
     looked_up  slots of windows that are looked up when the copy runs
     verdicts   raise what only the device knew
     """
@@ -93,6 +94,7 @@ class Batch:
     touched: Touched = field(default_factory=dict)
     written: Touched = field(default_factory=dict)
     producer: int | None = None
+    sources: list[Batch] = field(default_factory=list)
     transfers: dict[str, Transfer] = field(default_factory=dict)
     receipts: dict[str, list[Receipt]] = field(default_factory=dict)
     looked_up: dict[Window, torch.Tensor] = field(default_factory=dict)

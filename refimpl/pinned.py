@@ -90,10 +90,17 @@ class HostMemory:
         return Block(tensor, self.registrar, chunks)
 
     def map(self, nbytes: int) -> torch.Tensor:
-        """Fresh zeroed memory. An override may take it from elsewhere."""
+        """Fresh zeroed memory; `MemoryError` where there is none. An override may take it from elsewhere."""
         if not nbytes:
             return torch.empty(0, dtype=torch.uint8)
-        tensor = torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
+        try:
+            # Shared with forked children: of private memory a writer would get a copy, and the driver keep the old.
+            memory = mmap.mmap(-1, nbytes, mmap.MAP_SHARED | mmap.MAP_ANONYMOUS)
+        except (OSError, OverflowError) as failure:
+            raise MemoryError(
+                f"{nbytes:,} bytes of host memory are not to be had ({failure}); take fewer pages"
+            ) from failure
+        tensor = torch.frombuffer(memory, dtype=torch.uint8)
         if self.numa_node is not None:
             numa.bind(tensor.data_ptr(), nbytes, self.numa_node)
         return tensor

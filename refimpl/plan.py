@@ -7,6 +7,7 @@ on both. The oracle (`oracle.py`) derives the same copy from views; the two shar
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -67,10 +68,7 @@ class Move:
 
     @property
     def runs_per_item(self) -> int:
-        count = 1
-        for loop in self.loops:
-            count *= loop.count
-        return count
+        return math.prod(loop.count for loop in self.loops)
 
     def offsets(self, side: Side, items: np.ndarray) -> np.ndarray:
         """Bytes from a layer's start to each item."""

@@ -10,6 +10,7 @@ import torch
 
 from refimpl.geometry import PoolSpec
 from refimpl.host_pool import HostPool
+from refimpl.teardown import call_all
 from refimpl.windows import Window
 
 
@@ -146,8 +147,8 @@ class HostPoolGroup:
         return sum(self.pools[t.name].free(t.host_indices) for t in transfers if t.host_indices is not None)
 
     def close(self) -> None:
-        for pool in self.pools.values():
-            pool.close()
+        """Close every pool, riders first, whatever the others raise. Idempotent."""
+        call_all(pool.close for pool in reversed(self.pools.values()))
 
     def _take_over(self, name: str, resolved: dict[str, PoolTransfer]) -> None:
         """The lists that a sidecar does not have from the pool it rides on."""

@@ -107,6 +107,10 @@ class Queues:
             raise
         return self._queue(Operation(tag, "load", tuple(resolved), taken, next(self._numbers)))
 
+    def queued(self, direction: str) -> tuple[Operation, ...]:
+        """What waits to be submitted, in order."""
+        return tuple(self._queued[direction])
+
     # ---- what an operation takes
 
     def _device_slots(self, name: str, need: int, reclaim: Reclaim | None) -> torch.Tensor | None:

@@ -29,6 +29,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from torch.nn.functional import pad
 
 from refimpl.allocator import PageAllocator
 from refimpl.controller import Controller
@@ -122,6 +123,7 @@ class PrefixCache:
     """
     policy   one of `POLICIES`
     windows  pool -> tokens at the end of a prefix for which it must have slots; all of them where it is not named
+    early    backups that have ended before a load of what comes before them, and count for nothing until then
 
     Pools by what a node has of them: `anchor`, a slot for each token; `rows`, slots for tokens at the end; `states`,
     one slot. Others ride on these.
@@ -141,6 +143,7 @@ class PrefixCache:
         wrong = {name: window for name, window in self.windows.items() if name not in self.rows or window < 0}
         if wrong:
             raise ValueError(f"windows {wrong}: there are windows of {self.rows}, of 0 tokens and more")
+        self.early: list[Ack] = []
         self._acks: list[Ack] = []  # for the next check
         self.root = Node(np.empty(0, np.int64))
         self.now = 0  # counts uses
@@ -198,27 +201,27 @@ class PrefixCache:
 
         slots  for the anchor, of every token; for other pools with token rows, of as many tokens at the end, from a
                page's edge on; for a state pool, the one slot that holds the state after the last token. Tokens behind
-               the last whole page are not taken.
+               the last whole page are not taken. Lists and tokens are copied.
+
+        `ValueError`, and nothing is done, for slots that are not whole pages in order, are not allocated, or are kept
+        by a tree already: but for those of a match, named for the tokens that they are of.
         """
         key = self._whole_pages(tokens)
         self._require_slots(len(tokens), slots)
-        left: dict[str, list[torch.Tensor]] = {name: [] for name in slots}
+        self._require_nobody_elses(key, len(tokens), slots)
         begin, node = 0, self.root
         for node in self._walk(key, grow=True):
-            self._adopt(node, begin, begin + len(node.key), len(tokens), slots, left)
+            self._adopt(node, begin, len(tokens), slots)
             begin += len(node.key)
             node.hits += 1
             self._touch(node)
-        for name, given in slots.items():
-            if name not in self.states:
-                left[name].append(given[len(given) - (len(tokens) - len(key)) :])
-            elif len(given) and node.key.size and len(key) == len(tokens) and name not in node.device:
-                node.device[name] = given
-            else:
-                left[name].append(_but_for(given, node.device.get(name, given[:0])))
+        for name in self.states:
+            if len(slots.get(name, ())) and node.parent and len(key) == len(tokens) and name not in node.device:
+                self._keep(node, name, slots[name])
         for met in node.path():
             self._back_up_if_due(met)
-        return {name: torch.cat(parts) for name, parts in left.items() if parts and sum(map(len, parts))}
+        left = {name: given[~self._kept(name, given)] for name, given in slots.items()}
+        return {name: some for name, some in left.items() if len(some)}
 
     def _require_slots(self, tokens: int, slots: Mapping[str, torch.Tensor]) -> None:
         if self.anchor not in slots:
@@ -227,6 +230,9 @@ class PrefixCache:
             if name not in (self.anchor, *self.rows, *self.states):
                 raise ValueError(f"pool {name!r} owns no slots that a prefix could have")
             most = 1 if name in self.states else tokens
+            if given.dim() != 1 or given.device.type != "cpu":
+                what = f"{tuple(given.shape)} on {given.device}"
+                raise ValueError(f"pool {name!r}: slots must be a 1-D tensor on the CPU, got one of shape {what}")
             if len(given) > most or (name == self.anchor and len(given) != tokens):
                 raise ValueError(f"pool {name!r}: {len(given)} slots for {tokens} tokens")
             if name in self.rows and len(given) and (tokens - len(given)) % self.page_size:
@@ -238,48 +244,72 @@ class PrefixCache:
             whole = torch.cat([given, rest])
             check(whole, allocator.page_size, allocator.num_pages, f"pool {name!r}:", unique=True)
 
-    def _adopt(
-        self,
-        node: Node,
-        begin: int,
-        end: int,
-        tokens: int,
-        slots: Mapping[str, torch.Tensor],
-        left: dict[str, list[torch.Tensor]],
-    ) -> None:
-        """Give a node at tokens begin..end the slots that it lacks."""
+    def _require_nobody_elses(self, key: np.ndarray, tokens: int, slots: Mapping[str, torch.Tensor]) -> None:
         for name, given in slots.items():
-            if name in self.states:
+            kept = self._kept(name, given)
+            if not kept.any():
+                continue
+            wrong = given[kept & (given != self._slots_along(key, name, tokens)[tokens - len(given) :])]
+            if len(wrong):
+                raise ValueError(
+                    f"pool {name!r}: slot {wrong[0].item()} is kept already, of other tokens or by another tree. Name "
+                    f"the slots of a match for its tokens, and behind them slots that were allocated for this prefix"
+                )
+
+    def _slots_along(self, key: np.ndarray, name: str, tokens: int) -> torch.Tensor:
+        """For each of so many tokens, of which a key is the begin, its device slot; -1 where there is none."""
+        found = [torch.empty(0, dtype=torch.int64)]
+        for node, common in self._along(key):
+            held = node.device.get(name, found[0])
+            found.append(pad(held, (len(node.key) - len(held), 0), value=-1)[:common])
+        there = torch.cat(found)
+        return pad(there, (0, tokens - len(there)), value=-1)
+
+    def _keep(self, node: Node, name: str, slots: torch.Tensor) -> None:
+        """Device slots are a node's from now on."""
+        self.controller.stack.device_slots[name].keep(slots)
+        node.device[name] = slots.to(torch.int64, copy=True)
+
+    def _kept(self, name: str, slots: torch.Tensor) -> torch.Tensor:
+        """Of each device slot whether a tree has it."""
+        allocator = self.controller.stack.device_slots[name]
+        return torch.from_numpy(allocator.kept[slots.numpy() // allocator.page_size])
+
+    def _adopt(self, node: Node, begin: int, tokens: int, slots: Mapping[str, torch.Tensor]) -> None:
+        """Give a node, whose first token is `begin`, the rows that it lacks."""
+        for name, given in slots.items():
+            if name in self.states or name in node.device:
                 continue
             first = tokens - len(given)  # the token of the first slot
-            part = given[max(begin - first, 0) : max(end - first, 0)]
-            if not len(part):
-                continue
-            if name in node.device:
-                left[name].append(_but_for(part, node.device[name]))
-            elif len(part) < len(node.host.get(name, ())):  # the host's copy covers more
-                left[name].append(part)
-            else:
-                node.device[name] = part
+            part = given[max(begin - first, 0) : max(begin + len(node.key) - first, 0)]
+            if len(part) and len(part) >= len(node.host.get(name, ())):  # else the host's copy covers more
+                self._keep(node, name, part)
 
     def _walk(self, key: np.ndarray, grow: bool = False) -> Iterator[Node]:
         """Nodes along a key, split where it ends or leaves them; `grow`: with a new one for what is not there."""
-        node = self.root
-        while len(key):
-            child = node.children.get(self._edge(key))
-            if child is None:
-                if not grow:
-                    return
-                child = Node(key, node)
-                node.children[self._edge(key)] = child
-            common = self._common(child.key, key)
-            if common < len(child.key):
-                child = self._split(child, common)
+        node, done = self.root, 0
+        for node, common in self._along(key):
+            if common < len(node.key):
+                node = self._split(node, common)
+            yield node
+            done += common
+        if grow and done < len(key):
+            child = node.children[self._edge(key[done:])] = Node(key[done:].copy(), node)
             yield child
-            node, key = child, key[common:]
+
+    def _along(self, key: np.ndarray) -> Iterator[tuple[Node, int]]:
+        """Nodes along a key, and how many of their tokens are on it: of all but the last one all."""
+        node, whole = self.root, True
+        while whole and (child := node.children.get(self._edge(key))):
+            common = self._common(child.key, key)
+            node, key, whole = child, key[common:], common == len(child.key)
+            yield child, common
 
     def _whole_pages(self, tokens: Sequence[int] | np.ndarray) -> np.ndarray:
-        return np.asarray(tokens, np.int64)[: len(tokens) // self.page_size * self.page_size]
+        array = np.asarray(tokens)
+        if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+            raise ValueError(f"tokens must be a list of whole numbers, got {array.dtype} of shape {array.shape}")
+        return array[: len(array) // self.page_size * self.page_size].astype(np.int64, copy=False)
 
     def _edge(self, key: np.ndarray) -> bytes:
         return key[: self.page_size].tobytes()
@@ -384,8 +414,8 @@ class PrefixCache:
                 device = operation.device_indices(name)
                 assert isinstance(device, torch.Tensor)
                 ticket.parts[node][name] = device[at[name] : at[name] + len(there)]
+                self._keep(node, name, ticket.parts[node][name])  # in order of the stream they are there
                 at[name] += len(there)
-            node.device |= ticket.parts[node]  # in order of the stream they are there
             node.ticket = ticket
         return True
 
@@ -435,11 +465,23 @@ class PrefixCache:
         return acks
 
     def _noted(self, wait: bool) -> list[Ack]:
-        acks = self.controller.acknowledge(wait)
-        for ack in sorted(acks, key=lambda ack: ack.direction == "backup"):  # what failed to come is not saved
+        """What has ended: loads first, since what failed to come is not saved, nor what was computed from it."""
+        acks, self.early = self.early + self.controller.acknowledge(wait), []
+        told: list[Ack] = []
+        for ack in sorted(acks, key=lambda ack: ack.direction == "backup"):
             if isinstance(ack.tag, Ticket):
+                if not ack.error and self._is_early(ack.tag):
+                    self.early.append(ack)
+                    continue
                 self._ended(ack.tag, ack)
-        return acks
+            told.append(ack)
+        return told
+
+    @staticmethod
+    def _is_early(ticket: Ticket) -> bool:
+        """Whether it has to do with what was computed behind a load that may fail still."""
+        before = (node for part in ticket.parts for node in part.path() if node not in ticket.parts)
+        return any(node.ticket and node.ticket.direction == "load" for node in before)
 
     def _ended(self, ticket: Ticket, ack: Ack) -> None:
         ticket.done, ticket.error = True, ack.error
@@ -458,8 +500,8 @@ class PrefixCache:
     def _take_away_behind(self, failed: Collection[Node]) -> None:
         """What is on the device behind a load that failed may have been computed from what never arrived.
 
-        So may what is on its way from there to the host. What the host has by now is older: a copy of what was computed
-        behind a load does not end before it.
+        So may what is on its way from there to the host. What the host has by now is older: a backup that ends before
+        such a load is not taken note of.
         """
         behind = [child for node in failed for child in node.children.values() if child not in failed]
         for node in [below for child in behind for below in child.subtree()][::-1]:
@@ -499,7 +541,7 @@ class PrefixCache:
         if name not in (self.anchor, *self.rows, *self.states):
             raise ValueError(f"no pool {name!r} owns slots that could be evicted")
         freed = 0
-        while freed < need and (victims := self._victims(side, name, need - freed)):
+        while freed < need and (victims := self.victims(side, name, need - freed)):
             if side == "device" and self.policy == "write_back":
                 self._save(victims)
             before = freed
@@ -517,8 +559,11 @@ class PrefixCache:
             self.controller.start_writing()
             self._acks += self._noted(wait=True)
 
-    def _victims(self, side: str, name: str, need: int) -> list[Node]:
-        """Nodes that may go one after another, the least recently used first, with `need` slots if there are that."""
+    def victims(self, side: str, name: str, need: int) -> list[Node]:
+        """What `evict` would free: nodes that may go one after another, the least recently used first.
+
+        They have `need` slots of a pool on a side, "device" or "host", if there are that many.
+        """
         found: dict[Node, None] = {}
         order = itertools.count()  # of nodes used at the same time
         heap = [(n.used_at, next(order), n) for n in self.root.subtree() if self._may_go(n, side, name)]
@@ -567,11 +612,6 @@ class PrefixCache:
 
     def _slots_of(self, side: str, name: str) -> PageAllocator | HostPool:
         return (self.controller.stack.device_slots if side == "device" else self.controller.host.pools)[name]
-
-
-def _but_for(slots: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
-    """Slots but for those that a node has already: a request that goes on behind its match names them too."""
-    return slots[~torch.isin(slots, own)]
 
 
 def _names(parts: Mapping[Node, Slots]) -> dict[Node, set[str]]:

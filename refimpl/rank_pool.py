@@ -58,7 +58,7 @@ class RankPool(HostPool):
             device_budget=device_budget,
             blocks=blocks,
         )
-        self._slots = whole._slots
+        self._slots = whole.allocator
         for block in whole._blocks:
             block.close_after(self._mover.close)
 

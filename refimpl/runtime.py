@@ -169,11 +169,18 @@ class Pending:
     def add(self, event: Event, keep: object) -> None:
         """`keep` is kept until the event has passed and more work comes: memory that the work reads or writes, say."""
         with self._lock:
-            while self._work and self._work[0][0].query():
-                self._work.popleft()
+            self._let_go()
             self._work.append((event, keep))
 
     def wait(self) -> None:
+        """Block until all of it is done. Whoever calls this waits, also when another thread does so already."""
         with self._lock:
-            work, self._work = self._work, deque[tuple[Event, object]]()
+            work = list(self._work)
         call_all(event.synchronize for event, _ in work)
+        with self._lock:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        """Of what has passed."""
+        while self._work and self._work[0][0].query():
+            self._work.popleft()

@@ -1,4 +1,7 @@
-"""Test memory: buffers between guard bands, that begin where they are told to, with gaps between rows if wanted."""
+"""Test memory: buffers between guard bands, that begin where they are told to, with gaps between rows if wanted.
+
+And index lists in the memory of the emulated device.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ from functools import cache
 
 import torch
 
+from kernels_cupy.runtimes import emulated
 from refimpl import DevicePool, HostMemory, PoolSpec
 from refimpl.device_pool import row_shape
 from verify.arena import Arena
@@ -18,6 +22,14 @@ ARENA = 256 << 20  # bytes of pinned memory, more than any cell takes
 @cache
 def shared_arena() -> Arena:
     return Arena(ARENA)
+
+
+def on_the_device(indices: torch.Tensor, complete: bool = False) -> torch.Tensor:
+    """The list in the emulated device's memory, where it arrives in order of the stream; `complete`: it has."""
+    memory = emulated().upload(indices.numpy()).view(indices.dtype)
+    if complete:
+        emulated().synchronize()
+    return memory
 
 
 class GuardedMemory(HostMemory):
@@ -55,7 +67,7 @@ class GuardedDevice:
                 first = GUARD + shift
                 lines = self.whole[-1][first : first + rows * pitch].view(rows, pitch)[:, : c.row_bytes]
                 buffers[c.name].append(lines.view(c.dtype).unflatten(1, row_shape(c)))
-        self.pool = DevicePool.wrap(spec, buffers) if buffers else DevicePool(spec, num_pages, device)
+        self.pool = DevicePool.wrap(spec, buffers) if self.whole else DevicePool(spec, num_pages, device)
 
     def poison(self) -> None:
         for whole in self.whole:

@@ -110,6 +110,11 @@ def complete(platform: str) -> list[Cell]:
     return [replace(cell, page_size=cell.spec.page_size) for cell in cells]  # state pools have their own
 
 
+def refused(platform: str) -> list[tuple[str, str, str, str, str]]:
+    """Every pair that is refused there, with the platform."""
+    return [(*pair, platform) for pair in pairs(platform) if refusal(*pair, platform) is not None]
+
+
 @cache
 def covered(platform: str, strength: int = 3) -> list[Cell]:
     """For every layout and backend all combinations of `strength` other axes; pools and rounds take turns."""

@@ -233,6 +233,10 @@ class PlainTree:
 
     def _end(self, moving: Moving, failed: bool) -> None:
         nodes = [end for end in self.ends if self.moving.get(end) is moving]
+        if moving.direction == "backup" and not failed:
+            before = [end[:i] for end in nodes for i in range(1, len(end)) if end[:i] in self.moving]
+            loads = [page for page in before if self.moving[page].direction == "load"]
+            assert not loads, f"{nodes} are saved, and {loads} before them may fail to arrive"
         self.moving = {page: other for page, other in self.moving.items() if other is not moving}
         for name, pages in moving.gets.items():
             if moving.direction == "backup" and not failed:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 import torch
 
-from refimpl import DevicePool, HostPool, PoolSpec, oracle
+from refimpl import DevicePool, HostPool, PoolSpec, oracle, presets
 from refimpl.indices import Indices
 from verify.matrix import without_a_gpu
 
@@ -21,6 +21,9 @@ LAYOUTS = {"lf": "layer_first", "pf": "page_first", "pfd": "page_first_direct", 
 
 # Kinds of rows, as the formula numbers them.
 K, V, INDEX = 0, 1, 2
+
+# Of case B13, whose bytes are also those of B08.
+B13_SPEC = presets.mha(2, 2, 16, torch.bfloat16, 4)
 
 # Whatever can move bytes in every layout without a GPU: backends, and the oracle. (The matrix has backend `staged`.)
 MOVERS = ("torch", "numba", "direct", "kernel", "auto", "oracle")
@@ -88,6 +91,16 @@ def fill(
             buffer = device.buffer(c.name, layer)
             content = rows(*named(kinds[c.name], position), buffer.shape[0], c.row_bytes, formula)
             buffer.copy_(torch.from_numpy(content.reshape(-1)).view(c.dtype).view(buffer.shape))
+
+
+def fill_many(device: DevicePool) -> None:
+    """`fill` of K and V in rows of 64 bytes, all slots of a layer at once."""
+    slot, byte = np.arange(device.size)[:, None], np.arange(64)[None, :]
+    for name, kind in (("k", K), ("v", V)):
+        for layer in range(device.spec.layers):
+            buffer = device.buffer(name, layer)
+            content = T(kind, layer, slot, byte)  # type: ignore[arg-type]
+            buffer.copy_(torch.from_numpy(content).view(buffer.dtype).view(buffer.shape))
 
 
 def poison(pool: HostPool | DevicePool) -> None:

@@ -24,6 +24,7 @@ from refimpl.indices import slots_of
 from refimpl.invariants import require_invariants
 from refimpl.operations import Ack
 from refimpl.radix import Match, Node, Ticket
+from refimpl.support import DIRECTIONS
 from verify.checked import CheckedCache
 from verify.toys import STACKS
 
@@ -116,7 +117,7 @@ class Serving:
         self.owners = list(self.stack.device_slots)
         self.riders = {owner: [n for n in specs if self.stack.owner(n) == owner] for owner in self.owners}
         self.allocators = {("device", name): slots for name, slots in self.stack.device_slots.items()}
-        self.allocators |= {("host", name): self.stack.host.pools[name]._slots for name in self.owners}
+        self.allocators |= {("host", name): self.stack.host.pools[name].allocator for name in self.owners}
         self.readings: list[Reading] = []
         self.counts = Counter[str]()
         self._unwritten: dict[tuple[str, int], object] = {}
@@ -179,7 +180,7 @@ class Serving:
         self._give_back(own or {})
         return own is not None and not gone
 
-    def _compute(self, tokens: Sequence[int], counts: dict[str, int]) -> dict[str, torch.Tensor] | None:
+    def _compute(self, tokens: Sequence[int] | np.ndarray, counts: dict[str, int]) -> dict[str, torch.Tensor] | None:
         """Slots of so many tokens at the end, and the state behind them; None, and nothing is taken: no room."""
         slots: dict[str, torch.Tensor] = {}
         for name in self.owners:
@@ -208,7 +209,7 @@ class Serving:
         if not match.length or not self.load_back(match):
             return None
         self.start_loading()
-        if self.controller._queued["load"]:  # too many loads are under way, or they are held
+        if self.controller.queued("load"):  # too many loads are under way, or they are held
             return None
         self._require_all_of(match)
         loads = [n.ticket for n in match.nodes if n.ticket and n.ticket.direction == "load"]
@@ -262,7 +263,7 @@ class Serving:
     def settle(self) -> None:
         """Until nothing is queued or under way."""
         self.let_go()
-        while any(self.controller._queued.values()) or any(self.controller._in_flight.values()):
+        while any(self.controller.queued(each) or self.controller.under_way(each) for each in DIRECTIONS):
             self.controller.start_writing()
             self.start_loading()
             self.check(wait=True)

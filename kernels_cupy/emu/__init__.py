@@ -6,6 +6,7 @@ Slow (some hundred MB/s) and exact: it lets the suite run every kernel where the
 from __future__ import annotations
 
 import ctypes
+import platform
 import re
 import shutil
 import subprocess
@@ -35,7 +36,7 @@ def launch(instance: str, blocks: int, threads: int, arguments: np.ndarray, orde
 
 
 def prepare() -> None:
-    """Compile every kernel now, or raise `NoCompiler`."""
+    """Compile every kernel now, or raise `ImportError` with the compiler's message (`NoCompiler`: there is none)."""
     for kernel in KERNELS:
         _library(kernel)
 
@@ -46,7 +47,8 @@ def _library(kernel: Kernel) -> ctypes.CDLL:
         _wrapper(kernel, instance) for instance in kernel.instances
     )
     headers = "".join(path.read_text() for path in (SOURCES / "primitives.cuh", HERE / "device.hpp"))
-    path = cache_folder(text + headers + " ".join(COMPILE)) / f"{Path(kernel.file).stem}.so"
+    # With the machine's name: a home folder may be shared by machines of several kinds.
+    path = cache_folder(f"{text}{headers}{COMPILE}{platform.machine()}") / f"{Path(kernel.file).stem}.so"
     if not path.exists():
         _compile(text, path)
     return ctypes.CDLL(str(path))
@@ -62,7 +64,7 @@ def _compile(text: str, path: Path) -> None:
         includes = [f"-I{SOURCES}", f"-I{HERE}"]
         done = subprocess.run([*COMPILE, *includes, str(code), "-o", str(built)], capture_output=True, text=True)
         if done.returncode:
-            raise RuntimeError(f"{path.stem} does not compile for the CPU:\n{done.stderr}")
+            raise ImportError(f"{path.stem} does not compile for the CPU:\n{done.stderr}")
         built.replace(path)
 
 

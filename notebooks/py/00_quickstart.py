@@ -9,16 +9,17 @@
 # %% [markdown]
 # # Quickstart: back up, wipe, load, prove
 #
-# An LLM server keeps attention state in device memory and mirrors it in host memory, so that a prompt that was seen before needs no new prefill. **This notebook moves the pools of one model to the host and back, and proves that no byte was lost or misplaced.** It needs no GPU: the "device" is ordinary memory here, the rules are the same.
+# An LLM server keeps attention state in device memory and mirrors it in host memory, so that a prompt that was seen before needs no new prefill. **This notebook moves the pools of one model to the host and back, and proves that no byte was lost or misplaced.** It needs no GPU: the "device" is ordinary memory here, and the rules are the same.
 #
 # In short:
 #
 # - A model is a handful of pools, and a pool is described by data: what a row is, and which layers have one.
-# - A backup, a wipe, and a load to *other* pages bring every byte back: all of the destination is compared with the oracle, and checksums before and after.
+# - A backup, a wipe, and a load to *other* pages bring every byte back. All of the destination is compared with the oracle, and checksums are compared before and after.
 # - What cannot work is refused before memory is taken or a byte moves, with the reason and with what would work instead.
 # - One table says which layouts and backends a model may use at all.
+# - A model that is not on the list is a few numbers of its `config.json`; the last section runs one.
 #
-# Bytes are compared here, nothing is timed. Everything hangs on the first cell. Change it and run all cells, or set the environment variables of the same names (`make run MODEL=deepseek-v4-flash PAGES=4`).
+# Bytes are compared here, nothing is timed. The words of this project, as used below: a *slot* holds one token, a *page* a fixed number of them; a *row* is what one slot or page stores in one layer; a *layout* is the order of a page's bytes on the host; a *backend* is what moves them. To run another model, change the next cell or set environment variables of the same names (`make run MODEL=deepseek-v4-flash PAGES=4`).
 
 # %%
 import os
@@ -26,7 +27,7 @@ import sys
 
 sys.path.append("notebooks")  # found there when the notebook runs in the repository's root
 
-MODEL = os.environ.get("MODEL") or "llama-3.1-8b"
+MODEL = os.environ.get("MODEL") or "llama-3.1-8b"  # a name from refimpl/presets.py
 PAGE_SIZE = int(os.environ.get("PAGE_SIZE") or 0) or None  # tokens a page; None: as its preset has it
 PAGES = int(os.environ.get("PAGES") or 4)  # pages of each pool, on either side
 LAYOUT = os.environ.get("LAYOUT") or "page_first"
@@ -35,16 +36,19 @@ BACKEND = os.environ.get("BACKEND") or "torch"
 # %% [markdown]
 # ## A model is a handful of pools, and a pool is data
 #
-# A pool groups *components* that share one list of indices: K and V, a latent, a recurrent state. Each component says how wide a row is, what a row belongs to (a token, a page, a state slot) and which layers own one. Every layout, backend and test follows from these lines, so a new model family needs no code of its own.
+# A pool groups *components* that share one list of indices: K and V, a latent, a recurrent state. Each component says how wide a row is, what a row belongs to (a token, a page, a state slot) and which layers own one. Every layout, backend and test follows from these few facts, so a new model family needs no code of its own.
 
 # %%
 import book
 import torch
 
 from refimpl import (
+    LAYOUTS,
+    Component,
     DevicePool,
     HostPool,
     HostPoolGroup,
+    PoolSpec,
     PoolTransfer,
     UnsupportedPairing,
     oracle,
@@ -68,7 +72,7 @@ for name, spec in specs.items():
 book.table(header, rows)
 
 # %% [markdown]
-# What one page weighs decides how many of them the host can hold, and (with the layout) how long the pieces are in which it crosses the bus. Pools that *ride* on another one own no indices, they take its.
+# What one page weighs decides how many of them the host can hold and, together with the layout, how long the pieces are in which it crosses the bus. Pools that *ride* on another one own no indices; they use its.
 
 # %%
 for name, spec in specs.items():
@@ -79,7 +83,7 @@ for name, spec in specs.items():
 # %% [markdown]
 # ## Build both sides
 #
-# The device side is one buffer per component and layer. The host side is laid out as `LAYOUT` says, and its pairing with `BACKEND` is checked *before* memory is taken. The group knows which pool rides on which.
+# The device side is one buffer for each component and layer. The host side is laid out as `LAYOUT` says, and its pairing with `BACKEND` is checked *before* memory is taken. The group knows which pool rides on which.
 
 # %%
 device = {name: DevicePool(spec, PAGES) for name, spec in specs.items()}
@@ -92,7 +96,7 @@ for name, pool in group.pools.items():
 book.table(["host pool", "room for", "tensors", "shapes (the first two)"], rows)
 
 # %% [markdown]
-# The device gets random bytes from a fixed seed. They are bytes, not numbers: some of them are NaN as bf16, and NaN is not equal to itself, so nothing here is ever compared as a number.
+# The device gets random bytes from a fixed seed. They are treated as bytes, never as numbers: some of them are NaN in bf16, and NaN is not equal to itself.
 
 # %%
 generator = torch.Generator().manual_seed(0)
@@ -117,7 +121,7 @@ print(f"device pages {pages}:", before)
 # %% [markdown]
 # ## Back up: device to host
 #
-# A transfer names *slots* on either side. Host slots come from the pool's allocator; pools that ride on another take its slots, which is what `resolve` fills in. The receipt says what was done: the path, the payload, and the number of descriptors, i.e. contiguous runs that were handed to the mover.
+# A transfer names slots on both sides. Host slots come from the pool's allocator; pools that ride on another one take its slots, which is what `resolve` fills in. The receipt says what was done: the path, the payload, and the number of descriptors, that is, contiguous runs that were handed to the mover.
 
 # %%
 wanted = [PoolTransfer(name, device_indices=slots_of(pages, spec.page_size)) for name, spec in specs.items()]
@@ -131,7 +135,7 @@ for t in transfers:
 book.table(["pool", "path", "bytes", "descriptors", "bytes each, on average"], rows)
 
 # %% [markdown]
-# **The oracle** makes the same backup into a second pool through plain tensor views, sharing no code with the backend. All host memory is compared, also the pages that nobody asked for: those must still be zero.
+# **The oracle** makes the same backup into a second pool through plain tensor views, and shares no code with the backend. All host memory is compared, including the pages that nobody asked for: those must still be zero.
 
 # %%
 for t in transfers:
@@ -159,7 +163,7 @@ for t in transfers:
     print(f"{t.name}: {receipt.bytes:,} bytes by path {receipt.path}")
 
 # %% [markdown]
-# The loaded pages have the checksums of the pages that were backed up, and every other page is still as wiped.
+# The loaded pages have the checksums of the pages that were backed up, and every other page is still zero.
 
 # %%
 after = checksum(device, new_pages)
@@ -177,7 +181,7 @@ print(f"bytes written outside the {count} destination pages: {touched}")
 # %% [markdown]
 # ## What is not allowed is refused, early and in words
 #
-# Not every layout goes with every backend. The refusal comes from the constructor, before any memory is taken, and says what would work. Here is the first pairing that this model's main pool refuses on a GPU.
+# Not every layout goes with every backend. The refusal comes from the constructor, before any memory is taken, and says what would work. Here is one pairing that this model's main pool refuses on a GPU.
 
 # %%
 main = next(spec for spec in specs.values() if spec.components)
@@ -194,7 +198,7 @@ except UnsupportedPairing as refusal:
 print(message.replace("): ", "):\n  ").replace(". What", ".\nWhat").replace(", or ", ",\n  or "))
 
 # %% [markdown]
-# Indices are checked as strictly, and before the first byte moves. [02_transfers](02_transfers.ipynb) shows every rule.
+# Indices are checked just as strictly, before the first byte moves. [02_transfers](02_transfers.ipynb) shows every rule.
 
 # %%
 owner = next((name, spec) for name, spec in specs.items() if spec.components and not spec.indices_from)[0]
@@ -207,22 +211,48 @@ except ValueError as refusal:
 # %% [markdown]
 # ## What this model may use
 #
-# One table answers for every pool, layout, backend, direction and platform, and the same table decides when a pool is built. A cell names where the pairing works in both directions: on a machine without a GPU, or with device pools on a GPU. A letter stands for a refusal. (A backend that is allowed must also be installed; the constructor says so where it is not.)
+# One table answers for every pool, layout, backend, direction and platform, and the same table decides when a pool is built. An entry says where the pairing works in both directions: on a CPU, on a GPU, or on an emulated GPU, which runs the same kernels without one. A letter stands for a refusal. (A backend that is allowed must also be installed; the constructor says so where it is not.)
 
 # %%
 book.show_support(specs)
 
 # %% [markdown]
-# That is what this reference allows, i.e. everything that *can* be done bit for bit, also where it is slow. An engine accepts less. The same question with the rules of SGLang, for the main pool:
+# That is what this reference allows: everything that *can* be done bit for bit, even where it is slow. An engine accepts less. Here is the same question with the rules of SGLang, for the main pool. An entry is the path that its backend `kernel` or `direct` takes:
 
 # %%
 rows = []
-for layout in ("layer_first", "page_first", "page_first_direct", "page_head", "page_unified", "page_first_kv_split"):
+for layout in LAYOUTS:
     answers = [
         support(main, layout, b, d, "cuda", "sglang") for b in ("kernel", "direct") for d in ("backup", "load")
     ]
     rows.append([layout, *(answer.name if answer else "refused" for answer in answers)])
 book.table([f"SGLang, {main.name}", "kernel: backup", "kernel: load", "direct: backup", "direct: load"], rows)
+
+# %% [markdown]
+# Which of these pairings to choose is a question of speed: [04_pairings](04_pairings.ipynb) answers it with measurements.
+#
+# ## A model that is not on the list
+#
+# Take the numbers from its `config.json`. `presets` has a function for each kind of pool (`mha`, `mla`, `dsa_indexer`, `mamba`, `v4_paged`, …), and anything else is a `PoolSpec` of components written out, like this one with packed rows of an odd number of bytes. Each is backed up in every layout that it may have and compared with the oracle.
+
+# %%
+gqa = presets.mha(layers=36, heads=8, head_dim=128, dtype=torch.bfloat16, page_size=16, name="gqa")
+packed = (Component("k", torch.uint8, heads=1, dim=132), Component("v", torch.uint8, heads=1, dim=132))
+own = [gqa, PoolSpec("packed", layers=3, page_size=4, components=packed)]
+rows = []
+for spec in own:
+    source = DevicePool(spec, 3)
+    for component, layer in book.layers(source):
+        source.buffer(component, layer).view(torch.uint8).random_(0, 256, generator=generator)
+    for layout in book.allowed_layouts(spec):
+        pool, expected = HostPool(spec, layout, 3, BACKEND), HostPool(spec, layout, 3)
+        slots = slots_of([2, 0], spec.page_size)
+        receipt = pool.backup(source, slots, slots)
+        oracle.backup(expected, source, slots, slots)
+        a_token = book.size(spec.page_bytes // spec.page_size)
+        rows.append([spec.name, a_token, layout, receipt.descriptors, book.differing(pool, expected)])
+book.table(["pool", "a token takes", "layout", "runs of two pages", "bytes that differ"], rows)
+assert not any(row[-1] for row in rows)
 
 # %% [markdown]
 # ## What was proven
@@ -245,8 +275,9 @@ print(f"{MODEL}, {LAYOUT}, {BACKEND}: {count} pages of {len(specs)} pool(s) back
 # ## Where to go next
 #
 # - [01_layouts](01_layouts.ipynb): the six layouts drawn, byte by byte, and what is contiguous for whom.
-# - [02_transfers](02_transfers.ipynb): from the definition of a transfer to the runs that a backend executes, with the run lengths of every pairing of four models.
+# - [02_transfers](02_transfers.ipynb): from the definition of a transfer to the runs that a backend executes, with the run lengths of every pairing.
 # - [03_hybrid_stacks](03_hybrid_stacks.ipynb): all pools of a model at once, and who waits for whom.
 # - [04_pairings](04_pairings.ipynb): which layout with which backend for your model, measured, with advice.
-# - `refimpl/presets.py`: the models, each number with its source. A pool of your own is a `PoolSpec` like those.
+# - [06_your_implementation](06_your_implementation.ipynb): transfers of your own engine, checked byte by byte.
+# - `refimpl/presets.py`: the models, each number with its source.
 # - `make verify` checks all of this for every kind of pool; `make run MODEL=qwen3-next` runs the notebooks on another model.

@@ -9,18 +9,18 @@
 # %% [markdown]
 # # Layouts: where the bytes of one page lie
 #
-# Host memory can hold the same page in several orders of bytes. **A layout is nothing but an order of axes** (and, for one of them, a cut of the row into parts); it decides which pieces of a page are contiguous, and for whom: for the device, which keeps one layer together; for a storage tier, which wants a whole page in one piece; for a rank with another tensor-parallel size, which wants its own heads only.
+# Host memory can hold the same page in several orders of bytes. **A layout is nothing but an order of axes** (and, in one case, a cut of the row into parts). It decides which pieces of a page are contiguous, and for whom: for the device, which keeps one layer together; for a storage tier, which wants a whole page in one piece; for a rank with another tensor-parallel size, which wants only its own heads.
 #
 # In short:
 #
 # - `layer_first` mirrors the device. A page is scattered over all layers.
-# - `page_first` has the token outermost: all layers of a token lie together, so all layers of a page do, but one layer of a page is as many pieces as it has tokens.
-# - `page_first_direct` keeps a page together *and*, inside it, each layer of the page: good for copy engines.
-# - `page_head` puts the heads outside: a rank's share of the heads is one piece.
-# - `page_unified` is one object a page, K and V included.
+# - `page_first` has the token outermost: all layers of a token lie together, and so do all layers of a page, but one layer of a page is as many pieces as the page has tokens.
+# - `page_first_direct` keeps a page together *and*, inside it, each layer of the page. That suits copy engines.
+# - `page_head` has the heads outermost within a page: a rank's share of the heads is one piece of K and one of V.
+# - `page_unified` makes a page one object, K and V included.
 # - `page_first_kv_split` is `page_first_direct` with the latent and the rope lanes of an MLA row in two buffers.
 #
-# Everything below is read from the memory of real pools. Places are shown here; what they mean for rates is measured in [04_pairings](04_pairings.ipynb).
+# Everything below is read from the memory of real pools. This notebook shows places; what they mean for rates is measured in [04_pairings](04_pairings.ipynb). If you only want to know what a reader finds in one piece, go to [What is contiguous for whom](#What-is-contiguous-for-whom).
 
 # %%
 import sys
@@ -40,15 +40,15 @@ from verify.dictionary.twins import twins
 book.table(["layout", "axes of a buffer, outermost first"], [[name, ", ".join(axes)] for name, axes in AXES.items()])
 
 # %% [markdown]
-# `component` stacks K and V where their rows are alike, and `group` is a group of heads. An axis of length 1 drops out: with one group, `group` is not there; a latent has no `head`.
+# `component` stacks K and V where their rows are alike, `group` is a group of heads, and `lane` counts the elements of a row. An axis of length 1 drops out: with one group there is no `group`, and a latent has no `head`.
 #
 # ## A pool small enough to see every word
 #
-# Three layers, pages of four tokens, two heads (each a group of its own), K and V, one word of four bytes a head. The device pool is filled so that **every word names its own place**; the oracle backs it up; then raw host memory is read from the first byte to the last, and each word says which component, layer, page, token and head it is.
+# The pool has three layers, pages of four tokens, two heads (each a group of its own), K and V, and one word of four bytes a head. The device pool is filled so that **every word names its own place**, and the oracle backs it up. Then raw host memory is read from the first byte to the last, and each word says which component, layer, page, token and head it is.
 
 # %%
 tiny = presets.mha(layers=3, heads=2, head_dim=4, dtype=torch.uint8, page_size=4, head_groups=2)
-NUM_PAGES, PAGE = 2, 1  # the pool holds two pages, drawn is the second one
+NUM_PAGES, PAGE = 2, 1  # the pool holds two pages, and the second one is drawn
 
 pools = {layout: book.labelled(tiny, layout, NUM_PAGES) for layout in book.allowed_layouts(tiny)}
 for layout, pool in pools.items():
@@ -71,7 +71,7 @@ for layout, pool in pools.items():
 # %% [markdown]
 # ## The pictures
 #
-# Memory runs from left to right and from top to bottom, like text. A thick frame is a range of bytes that belongs to the page; everything else belongs to other pages. Colour is the layer, and so is the label; a hatched foot marks V.
+# Memory runs from left to right and from top to bottom, like text. A thick frame is a contiguous range of the page; everything outside belongs to the other page. The label in a word names its layer, and so does the colour; a hatched foot marks V.
 
 # %%
 key = book.draw_key()
@@ -79,7 +79,7 @@ key = book.draw_key()
 # %% [markdown]
 # ### `layer_first`: the page is everywhere
 #
-# The device's own order. Each layer of K and of V has its range, so a page consists of twice as many pieces as there are layers. One layer of the page is contiguous here *and* on the device: loading layer by layer moves long runs.
+# This is the device's own order. Each layer of K and of V has its own range, so a page consists of twice as many pieces as there are layers. One layer of the page is contiguous here *and* on the device, so loading layer by layer moves long runs.
 
 # %%
 book.draw_page(pools["layer_first"], PAGE, line=16)
@@ -88,7 +88,7 @@ print("digest of what is drawn:", book.digest([str(place) for place in book.plac
 # %% [markdown]
 # ### `page_first`: the page is together, its layers are not
 #
-# The *token* is outermost, and "page" is only a convention: so many consecutive tokens. K of the page is one piece, V another. But one layer of the page is scattered, one row a token.
+# The *token* is outermost, and a page is just a number of consecutive tokens. K of the page is one piece, V another. But one layer of the page is scattered, one row for each token.
 
 # %%
 book.draw_page(pools["page_first"], PAGE, line=24)
@@ -97,7 +97,7 @@ print("digest of what is drawn:", book.digest([str(place) for place in book.plac
 # %% [markdown]
 # ### `page_first_direct`: the page is together, and so are its layers
 #
-# The page is a real axis, and inside it layer comes before token. The copy engine moves all tokens of one layer in one piece, and storage still finds K of the page in one piece.
+# The page is an axis of its own, and inside it the layer comes before the token. A copy engine moves all tokens of one layer in one piece, and storage still finds K of the page in one piece.
 
 # %%
 book.draw_page(pools["page_first_direct"], PAGE, line=24)
@@ -106,7 +106,7 @@ print("digest of what is drawn:", book.digest([str(place) for place in book.plac
 # %% [markdown]
 # ### `page_head`: each head of the page is together
 #
-# Half of the page's K is head 0, the other half head 1. A rank that owns half of the heads reads one piece of K and one of V, which makes this the order for storage that ranks with different TP sizes share. The price: layer is innermost, so the pieces for the device are as short as one head of one token.
+# Half of the page's K is head 0, the other half head 1. A rank that owns half of the heads reads one piece of K and one of V, which makes this the order for storage that is shared by ranks with different TP sizes. The price is that the layer is innermost, so the pieces for the device are as short as one head of one token.
 
 # %%
 book.draw_page(pools["page_head"], PAGE, line=24)
@@ -115,7 +115,7 @@ print("digest of what is drawn:", book.digest([str(place) for place in book.plac
 # %% [markdown]
 # ### `page_unified`: one object a page
 #
-# K and V are inside the page, so the page is a single piece, and a group of heads is one piece of it, V included. With one group (the default) the order is page, layer, K/V, token, head.
+# K and V are inside the page, so the page is a single piece, and a group of heads is one piece of it, V included. With one group (the default), the order is page, layer, K/V, token, head.
 
 # %%
 book.draw_page(pools["page_unified"], PAGE, line=24)
@@ -124,7 +124,7 @@ print("digest of what is drawn:", book.digest([str(place) for place in book.plac
 # %% [markdown]
 # ### `page_first_kv_split`: a row in two buffers
 #
-# For MLA only: a row is a latent with rope lanes behind it. Here a row has four words, three of latent (`w0` to `w2`) and one of rope (`w3`). Each part is a buffer of its own, in the order of `page_first_direct`.
+# This one is for MLA only, where a row is a latent with rope lanes behind it. Here a row has four words, three of latent (`w0` to `w2`) and one of rope (`w3`). Each part has a buffer of its own, in the order of `page_first_direct`.
 
 # %%
 tiny_mla = presets.mla(layers=3, latent_dim=16, dtype=torch.uint8, page_size=4, split=(12, 4))
@@ -135,7 +135,7 @@ print("digest of what is drawn:", book.digest(*[[str(place) for place in words] 
 # %% [markdown]
 # ## What is contiguous for whom
 #
-# A reader wants a certain part of a page. How many pieces is that, and how long are they? The part is *marked* on the device, backed up by the oracle, and the marks are searched for in raw host memory. First the tiny pool of the pictures:
+# A reader wants a certain part of a page. How many pieces is that, and how long are they? The part is *marked* on the device and backed up by the oracle, and the marks are looked for in raw host memory. First, the tiny pool of the pictures:
 
 # %%
 K, KV = ["k"], ["k", "v"]
@@ -162,7 +162,7 @@ def contiguity(spec, readers, scale=1):
 tiny_rows = contiguity(tiny, READERS)
 
 # %% [markdown]
-# The same at the size of Llama-3.1-8B with pages of 64 tokens and two groups of heads. (One byte of the pool stands for the 256 bytes of a head here: only lengths matter.) What the device keeps together is the second line: one layer of K of one page. Where the host has it in one piece as well, that piece is one copy.
+# The same at the size of Llama-3.1-8B, with pages of 64 tokens and two groups of heads. (One byte of the pool stands for the 256 bytes of a head here, since only lengths matter.) The second line, one layer of K of one page, is what the device keeps together. Where the host has it in one piece as well, one copy moves it.
 
 # %%
 llama = presets.mha(layers=32, heads=8, head_dim=1, dtype=torch.uint8, page_size=64, head_groups=2)
@@ -189,7 +189,7 @@ deepseek_rows = contiguity(
 # %% [markdown]
 # ## The shapes that SGLang gives these buffers
 #
-# SGLang merges page and token into slots where the two are neighbours, and keeps some axes of length 1. `HostPool.kv_buffer` has exactly those shapes. N = 5 pages, L layers, S = N × P slots. A star marks a pairing that SGLang's pool cannot transfer on a GPU (some of these buffers exist there all the same). Layouts that the reference refuses for a pool are left out.
+# SGLang merges page and token into slots where the two are neighbours, and keeps some axes of length 1. `HostPool.kv_buffer` has exactly those shapes. Below are pools of 5 pages and 3 layers, with 4 tokens a page where there are token rows. A star marks a layout that SGLang's pool cannot transfer on a GPU (some of these buffers exist there all the same). Layouts that the reference refuses for a pool are left out.
 
 # %%
 N = 5
@@ -222,7 +222,7 @@ book.table(["pool", "layout", "kv_buffer"], [row for row in shape_rows if row[2]
 # %% [markdown]
 # ## Where two layouts are one
 #
-# Where a page has one row (index keys, V4 pages, state rings, recurrent states) there is no token axis to move about: `page_first` and `page_first_direct` hold the same bytes, only their shapes differ. With token rows they do not. And `page_unified` is `page_first_direct` where there is only one component and no heads.
+# Where a page has a single row (index keys, V4 pages, state rings, recurrent states), there is no token axis to move: `page_first` and `page_first_direct` hold the same bytes, and only their shapes differ. With token rows they hold different bytes. And where there is only one component and no heads, `page_unified` is `page_first_direct`.
 
 # %%
 rows = []
@@ -242,7 +242,7 @@ assert len(set(mla_bytes)) == 1
 # %% [markdown]
 # ## Inside a page row: the C4 pages of DeepSeek V4
 #
-# A page row is opaque to a layout: it moves as a whole. Inside, it has *segments*. The C4 row holds the values of all its compressed entries, then all their scales, then padding up to a multiple of 576 bytes. One entry is therefore two pieces, far apart. Which ones is read from memory again: entry 5 of a marked row is moved alone, by the oracle.
+# A page row is opaque to a layout: it moves as a whole. Inside, it has *segments*. The C4 row holds the values of all its compressed entries, then all their scales, then padding up to a multiple of 576 bytes. One entry is therefore two pieces, far apart. To see which, the oracle moves entry 5 of a marked row alone, and memory is searched again:
 
 # %%
 flash = presets.model("deepseek-v4-flash")
@@ -258,7 +258,7 @@ for first, length in entry:
     print(f"entry 5: {length} bytes from byte {first:,}")
 
 # %% [markdown]
-# The other page rows of the model, and what they are padded by:
+# All page rows of the model, and their padding:
 
 # %%
 rows = []
@@ -272,26 +272,35 @@ book.table(["pool", "layers", "row bytes", "segments (entries × bytes)", "paddi
 # %% [markdown]
 # ## What other engines call it
 #
-# The same bytes have other names elsewhere, and it depends on what a pool holds: with MLA most engines agree, with K and V few do, because they put K and V at other places. Engines that are not named have no layout with these bytes.
+# The same bytes have other names elsewhere, and which ones depends on what a pool holds. With MLA most engines agree; with K and V few do, because they put K and V in other places. An engine that is not named has no layout with these bytes.
 
 # %%
 names = tables.by_layout()
-book.table(names.head, [[*where, named.replace("; ", "\n")] for *where, named in names.body])
+alike = {}  # what it holds, engine, its names -> our layouts
+for layout, *named in names.body:
+    alike.setdefault(tuple(named), []).append(layout)
+rows = [["\n".join(ours), holds, who, called.replace("; ", "\n")] for (holds, who, called), ours in alike.items()]
+book.table(names.head, rows)
 
 # %% [markdown]
-# `python -m verify dictionary` prints every name with its order of axes and its source. It also lists pairs of names that a shape cannot tell apart: tensors that look alike and hold other bytes.
+# `python -m verify dictionary` prints every name with its order of axes and its source. It also lists **false friends: names whose tensors have the same shape and hold different bytes**, so that code which detects a layout by its shape gets it wrong. Some always look alike; most need a coincidence, such as a pool with as many pages as layers. Here are some that need one at the most.
 
 # %%
-by_coincidences = Counter(pair.when.count("=") for pair in twins())
-book.table(
-    ["lengths that must be equal for two names to look alike", "pairs of names"],
-    [[number or "none: they always look alike", pairs] for number, pairs in sorted(by_coincidences.items())],
-)
+false_friends = twins()
+fewest = [pair for pair in false_friends if pair.when.count("=") <= 1]
+rows = [
+    [*(f"{group[0].engine} {group[0].name}" for group in pair.names), pair.rows, pair.when or "always"]
+    for pair in fewest[:10]
+]
+book.table(["one name", "another", "holds", "same shape when"], rows)
+needed = Counter(pair.when.count("=") for pair in false_friends)
+coincidences = (f"{pairs} with {number}" for number, pairs in sorted(needed.items()))
+print(f"\npairs by coincidences that they need: {', '.join(coincidences)}")
 
 # %% [markdown]
 # ## A flat page depends on the layout, `page(i)` does not
 #
-# Storage tiers write a page as one flat string of bytes. `get_data_page` gives it in storage order, as SGLang does, so **its meaning depends on the layout**: the same page, two layouts, two strings. `host.page(i)` is one canonical form for all of them.
+# Storage tiers write a page as one flat string of bytes. `get_data_page` gives it in storage order, as SGLang does, so **its meaning depends on the layout**: one page in two layouts makes two strings. `host.page(i)` is one canonical form for all of them.
 
 # %%
 slot = PAGE * tiny.page_size
@@ -303,7 +312,7 @@ rows = [
 book.table(["layout", "bytes", "flat page", "canonical page"], rows)
 
 # %% [markdown]
-# `layer_first` and `page_first_direct` agree, because both put layer before token *within* a page. The others do not, and nothing in the bytes says so: a page that was stored from one layout fits into another, and is silently wrong. (A store whose keys name neither layout nor dtype keeps serving such pages after a change of layout.)
+# `layer_first` and `page_first_direct` agree, because both put layer before token *within* a page. The others do not, and nothing in the bytes says so: a page that was stored from one layout fits into another, and is silently wrong. (A store whose keys name neither layout nor dtype keeps serving such pages after the layout was changed.)
 
 # %%
 rows = []
@@ -319,7 +328,7 @@ misread = {row[0]: row[1] for row in rows}
 # %% [markdown]
 # ## Pointers
 #
-# Those who move pages without copying them (RDMA, storage) ask for addresses. `get_contiguous_buf_infos` gives the fewest ranges in which page *i* begins at `address + i × item`; `get_page_buffer_meta` gives the pieces of given pages. Both are right in every layout. Addresses change from run to run, so they are shown relative to the first one.
+# What moves pages without copying them (RDMA, storage) asks for addresses. `get_contiguous_buf_infos` gives the fewest ranges in which page *i* begins at `address + i × item`; `get_page_buffer_meta` gives the pieces of given pages. Both are right in every layout. Addresses change from run to run, so they are shown relative to the first one.
 
 
 # %%
@@ -340,7 +349,7 @@ for kind, spec in {"MHA": tiny, "MLA": tiny_mla}.items():
 book.table(["pool", "layout", "ranges", "item bytes", "page 1 begins at byte", "per-layer views"], rows)
 
 # %% [markdown]
-# The order of the pieces matters to those who read them back: of a scattered page they come layer by layer, K before V; of a page that is together, K, then V.
+# The order of the pieces matters to whoever reads them back. A scattered page comes layer by layer, K before V; a page that is together comes as K, then V.
 
 # %%
 for layout in ("layer_first", "page_first", "page_unified"):
@@ -353,7 +362,7 @@ for layout in ("layer_first", "page_first", "page_unified"):
         print(f"    {n} B from byte {p - base}: begins with {place}")
 
 # %% [markdown]
-# Only layouts with heads outermost can name the pieces of *one of several ranks*. The others refuse to.
+# Only layouts with heads outermost in a page can name the pieces of *one of several ranks*. The others refuse.
 
 # %%
 for layout, pool in pools.items():

@@ -9,20 +9,21 @@
 # %% [markdown]
 # # Transfers: from a definition to runs of bytes
 #
-# A transfer copies pages between a device pool and a host pool. **What it must do is a loop nest that anybody can check by eye; what a machine does is a list of runs, contiguous on both sides.** This notebook goes from one to the other.
+# A transfer copies pages between a device pool and a host pool. **What it must do is a loop nest that anybody can check by eye. What a machine does is a list of runs, each contiguous on both sides.** This notebook goes from one to the other.
 #
 # In short:
 #
 # - The *oracle* is the definition: it assigns elements through views of both pools. It is slow, and no backend uses it.
-# - The *plan* is derived independently, from the strides of the actual tensors: a few nested loops, and the longest run of bytes that is contiguous on both sides. Every backend executes a plan.
-# - The run length follows from two numbers, the width of a row and the layout. It decides how well a bus can be used, and it differs by orders of magnitude between the pools of today's models.
+# - The *plan* is derived independently, from the strides of the actual tensors: a few nested loops around the longest run of bytes that is contiguous on both sides. Every backend executes a plan.
+# - The run length follows from the layout and the width of a row. It decides how well a bus can be used, and it differs by orders of magnitude between the pools of today's models.
 # - Index lists are checked before the first byte moves.
-# - A test of all this is worth no more than its fill. The last part computes why.
+# - A test of all this is worth no more than the pattern that it copies. The last part shows why.
 #
-# Runs are counted here, nothing is timed: what a run length costs on a bus is in [04_pairings](04_pairings.ipynb).
+# Runs are counted here, nothing is timed; what a run length costs on a bus is in [04_pairings](04_pairings.ipynb). For the run lengths of your model, set `MODEL` (or environment variable `MODEL`) and go to [Every pairing of some models](#Every-pairing-of-some-models).
 
 # %%
 import inspect
+import os
 import sys
 from unittest.mock import patch
 
@@ -36,6 +37,7 @@ from refimpl import LAYOUTS, DevicePool, HostPool, Receipt, oracle, plan, preset
 from refimpl.backends.torch_backend import TorchBackend
 from verify import fill
 
+MODEL = os.environ.get("MODEL") or "llama-3.1-8b"  # compared with others below
 tiny = presets.mha(layers=3, heads=2, head_dim=4, dtype=torch.uint8, page_size=4)
 device = DevicePool(tiny, 3)
 fill.fill_device(device)  # every word of four bytes names its place
@@ -43,13 +45,13 @@ fill.fill_device(device)  # every word of four bytes names its place
 # %% [markdown]
 # ## The definition
 #
-# Both pools can be looked at layer by layer as `[page, token, group, head, lane]`, whatever order their bytes lie in. A backup then is this loop nest, once per component and layer:
+# Both pools can be viewed layer by layer as `[page, token, group, head, lane]`, whatever order their bytes lie in. A backup then is this loop nest, once for each component and layer:
 
 # %%
 print(inspect.getsource(oracle.assign_by_loops))
 
 # %% [markdown]
-# Backed up are device pages 2 and 0, to host pages 1 and 3, with those loops. The same by tensor indexing must give the same host memory, in every layout.
+# These loops back up device pages 2 and 0 to host pages 1 and 3. Tensor indexing must give the same host memory, in every layout.
 
 # %%
 device_pages, host_pages = [2, 0], [1, 3]
@@ -67,7 +69,7 @@ for layout in book.allowed_layouts(tiny):
 # %% [markdown]
 # ## The plan
 #
-# A plan knows nothing of layouts. It is read from the tensors: where each layer begins, how far pages lie apart, and the strides inside a page, on either side. A loop that merely continues the run is taken into the run. What remains is a small loop nest around one copy; here for K.
+# A plan knows nothing about layouts. It is read from the tensors: where each layer begins, how far apart pages lie, and the strides inside a page, on both sides. A loop that merely continues the run becomes part of the run. What remains is a small loop nest around one copy, shown here for K.
 
 # %%
 for layout in book.allowed_layouts(tiny):
@@ -77,7 +79,7 @@ for layout in book.allowed_layouts(tiny):
     print()
 
 # %% [markdown]
-# The same as a picture: one layer of K of one page, from its buffer on the device (above) into host memory (below). On the device, the rows of a page are one piece in each layer. The host decides how often it has to be cut.
+# The same as a picture: one layer of K of one page, from its buffer on the device (above) into host memory (below). On the device, the rows of a page are one piece in each layer. The host's layout decides how often that piece has to be cut.
 
 # %%
 grouped = presets.mha(layers=3, heads=2, head_dim=4, dtype=torch.uint8, page_size=4, head_groups=2)
@@ -104,7 +106,7 @@ for layout in book.allowed_layouts(tiny):
 # %% [markdown]
 # ## Run length = layout × row width
 #
-# So the run needs no measurement. With P tokens a page and a row of H heads of D bytes, a page of one layer crosses in runs of
+# So the run length needs no measurement. With P tokens a page and a row of H heads of D bytes, one layer of a page crosses the bus in runs of
 #
 # | layout | run |
 # |---|---|
@@ -114,7 +116,7 @@ for layout in book.allowed_layouts(tiny):
 # | `page_unified` | P × H × D with one head group, else one group's share of a row |
 # | `page_first_kv_split` | the width of each part |
 #
-# The formulas are compared with plans of real pools, with rows of very different widths:
+# Here the formulas are compared with the plans of real pools, with rows of very different widths:
 
 
 # %%
@@ -145,7 +147,7 @@ print(f"{checked} run lengths, all as predicted")
 # %% [markdown]
 # ## Index rules
 #
-# A caller names token slots. Whole pages move, so a list is a sequence of complete pages, their tokens consecutive and in order, page starts aligned, everything in range, and no destination twice. SGLang reads only the first slot of each page and copies whatever lies there; here each rule is checked before the first byte moves. These are the messages:
+# A caller names token slots, and whole pages move. So a list must be a sequence of complete pages, with their tokens consecutive and in order, page starts aligned, everything in range, and no destination twice. SGLang reads only the first slot of each page and copies whatever lies there; here each rule is checked before the first byte moves. These are the messages:
 
 # %%
 host = HostPool(tiny, "page_first", 4)
@@ -170,7 +172,7 @@ for name, (host_indices, device_indices) in cases.items():
 assert not any(memory.any() for memory in book.raw(host)), "a refused transfer moved bytes"
 
 # %% [markdown]
-# Nothing was written. A *source* may be named twice, and no indices at all are no mistake: the transfer completes and moves nothing.
+# Nothing was written. A *source* may be named twice, and an empty list is no mistake: the transfer completes and moves nothing.
 
 # %%
 print("a source twice:", host.backup(device, slots_of([0, 1], 4), slots_of([2, 2], 4)).bytes, "bytes")
@@ -180,7 +182,7 @@ print("no lists:      ", host.backup(device, None, None).bytes, "bytes")
 # %% [markdown]
 # ## Receipts
 #
-# A transfer answers with a receipt: path, payload, descriptors (runs that were handed to the mover), and what it asked of a GPU. Tests assert on receipts, and they make the price of a layout visible.
+# A transfer returns a receipt: path, payload, descriptors (runs that were handed to the mover), and what it asked of a GPU. Tests assert on receipts, and receipts make the price of a layout visible.
 
 # %%
 rows = []
@@ -198,21 +200,20 @@ heads = [
 book.table(["layout", *heads], rows)
 
 # %% [markdown]
-# ## Every pairing of four models
+# ## Every pairing of some models
 #
-# Runs of one page, for each component of each pool, in each layout that the pool may have. Plans are made from pools of a single page, so this costs next to no memory. `a + b` are the two parts of a split row.
+# Runs of one page, for each component of each pool, in each layout that the pool may have: `MODEL`, and three models with other kinds of pools. Plans are made from pools of a single page, so this takes hardly any memory. `a + b` are the two parts of a split row.
 
 # %%
-MODELS = ("llama-3.1-8b", "deepseek-v3", "deepseek-v4-flash", "qwen3-next")
+MODELS = dict.fromkeys((MODEL, "deepseek-v3", "deepseek-v4-flash", "qwen3-next"))
 facts = {}  # (model, pool, components) -> layout -> (run bytes, runs a page)
 for name in MODELS:
     for pool, spec in presets.model(name).items():
         for layout in book.allowed_layouts(spec) if spec.components else ():
             for component, fact in book.run_facts(spec, layout).items():
                 facts.setdefault((name, pool, component), {})[layout] = fact
-k_and_v = [key for key in facts if key[2] == "k"]  # V is as K in these models
-assert all(facts[key] == facts[(*key[:2], "v")] for key in k_and_v)
-facts = {(*key[:2], "k, v each") if key in k_and_v else key: fact for key, fact in facts.items() if key[2] != "v"}
+for key in [key for key in facts if key[2] == "k" and facts[key] == facts[*key[:2], "v"]]:  # V is as K
+    facts = {(*key[:2], "k, v each") if k == key else k: v for k, v in facts.items() if k != (*key[:2], "v")}
 
 names = [[name, pool if pool == component else f"{pool}: {component}"] for name, pool, component in facts]
 rows = []
@@ -221,7 +222,7 @@ for who, by_layout in zip(names, facts.values(), strict=True):
 book.table(["bytes a run", "", *book.HEADINGS.values()], rows)
 
 # %% [markdown]
-# The shorter the run, the more of them a page takes: descriptors for one page of each component, all layers.
+# The shorter the runs, the more of them a page takes. These are the runs of one page of each component, over all layers:
 
 # %%
 rows = []
@@ -230,7 +231,7 @@ for who, by_layout in zip(names, facts.values(), strict=True):
 book.table(["runs a page", "", *book.HEADINGS.values()], rows)
 
 # %% [markdown]
-# Both as a picture. In each band the layouts stand one below the other; where they form a column, the layout makes no difference to that pool. **Page rows and states (V4, Mamba) do not care for the layout; token rows do**, by a factor of the page size and more.
+# Both as a picture. In each band the layouts stand one below the other; where they form a column, the layout makes no difference to that pool. **Page rows and states (V4, Mamba) have the same runs in every layout; token rows do not**, by a factor of the page size and more.
 
 # %%
 labels = ["\n".join(who) for who in names]
@@ -248,7 +249,7 @@ for word, (extreme, key, _) in (("shortest", min(every)), ("longest", max(every)
 # %% [markdown]
 # ## Loading layer by layer
 #
-# A backup moves all layers at once. A load may go layer by layer, so that the first layer computes while the next one is on its way. `prepare` checks everything once; `run` then moves as many layers as it is told to. After each step, the layers that have arrived are those asked for, and no others:
+# A backup moves all layers at once. A load may go layer by layer, so that the first layer can compute while the next one is on its way. `prepare` checks everything once; `run` then moves the layers that it is told to. After each step, exactly those layers have arrived:
 
 # %%
 host = HostPool(tiny, "page_first", 4)
@@ -270,7 +271,7 @@ for step in range(tiny.layers):
     assert empty == list(range(step + 1, tiny.layers))
 
 # %% [markdown]
-# A pool need not own every layer of its model. Qwen3-Next has attention in every fourth layer only, a recurrent state in the others: to load a layer that a pool does not own moves nothing, and is no mistake.
+# A pool need not own every layer of its model. Qwen3-Next has attention in every fourth layer only, and a recurrent state in the others. To load a layer that a pool does not own moves nothing, and is no mistake.
 
 # %%
 qwen = presets.model("qwen3-next", tp=8, page_size=1)
@@ -285,7 +286,7 @@ book.table(["bytes moved by a load of", *qwen], rows)
 # %% [markdown]
 # ## Single entries of a page row
 #
-# A C4 page of DeepSeek V4 is one opaque row, but it may be needed one compressed entry at a time. In a row all values come first and all scales after them (drawn in [01_layouts](01_layouts.ipynb)), so an entry is **two runs**, whatever the layout.
+# A C4 page of DeepSeek V4 is one opaque row, but its compressed entries may be needed one at a time. In a row all values come first and all scales after them (drawn in [01_layouts](01_layouts.ipynb)), so an entry is **two runs**, whatever the layout.
 
 # %%
 c4 = presets.v4_paged("c4", layers=3, item_bytes=37440)
@@ -309,7 +310,7 @@ for layout in book.allowed_layouts(c4):
 # %% [markdown]
 # ## Side states: first in, last out
 #
-# Some recurrent models keep states that belong to no layer. Whoever waits for layer 0 must find them in place, so a load brings them **before the first layer**; whoever sees a finished backup must be able to rely on all of it, so a backup writes them **last**. A backend that only takes notes, put in place of `torch`, shows the order in which layers are handed to it; `None` stands for the side states.
+# Some recurrent models keep states that belong to no layer. Once layer 0 is there they must be in place, so a load brings them **before the first layer**. Once they are on the host, the backup must be complete, so a backup writes them **last**. A backend that only takes notes, put in place of `torch`, shows the order in which layers are handed to it; `None` stands for the side states.
 
 # %%
 asked = []
@@ -335,12 +336,12 @@ print("load:  ", asked)
 # %% [markdown]
 # ## Why the fill must tell layers apart
 #
-# A transfer test is as good as the pattern that it copies. GPU tests of SGLang (`test/registered/jit/test_hicache.py`, mid-2026) filled each device buffer with a counter in bf16, plus the number of the layer, V with 100 on top:
+# A test of transfers is only as good as the pattern that it copies. GPU tests of SGLang (`test/registered/jit/test_hicache.py`, mid-2026) filled each device buffer with a counter in bf16, plus the number of the layer, V with 100 on top:
 #
 #     arange(numel, dtype=bfloat16) + layer           # K
 #     arange(numel, dtype=bfloat16) + layer + 100     # V
 #
-# bf16 keeps eight bits of a number. From some element on, neighbours are the same number, and one more for the next layer is lost in rounding. Where, exactly?
+# bf16 keeps eight bits of a number. From some element on, neighbours are the same number, and the 1 that the next layer adds is lost in rounding. From which?
 
 
 # %%
@@ -369,7 +370,7 @@ book.table(["row", "first word compared", "words compared", "tell layer 0 from 1
 blind = all(row[3] == 0 for row in rows)
 
 # %% [markdown]
-# Not one word tells the layers apart. The picture shows where the pattern stops distinguishing, and that the compared pages lie beyond that.
+# Not one word tells the layers apart. The picture shows where the pattern stops telling them apart, and that the compared pages lie beyond that.
 
 # %%
 blocks = 2 ** np.arange(2, 18)
@@ -381,7 +382,7 @@ book.draw_shares(blocks, shares, compared=(16 * 128, 4 * 16 * 1024))
 print("digest of what is drawn:", book.digest(blocks, *shares.values()))
 
 # %% [markdown]
-# What that means for a test: here is a backup that **swaps layers 0 and 1**. Filled with the counter, the pages compared are all right. Filled so that every word names its place, all of them are wrong.
+# What that means for a test: here is a backup that **swaps layers 0 and 1**. With the counter as fill, all rows compared seem right. With a fill in which every word names its place, all of them are found wrong.
 
 
 # %%
@@ -418,11 +419,11 @@ for pattern in ("counter", "every word names its place"):
 # These lines fail if the claims of this article do not hold.
 
 # %%
-by_layout = facts[("llama-3.1-8b", "kv", "k, v each")]
-assert by_layout["layer_first"][0] == by_layout["page_first_direct"][0] == [64 * 8 * 128 * 2], "P × H × D"
-assert by_layout["page_first"][0] == [8 * 128 * 2], "H × D"
-assert by_layout["page_head"][0] == [128 * 2], "D"
-opaque = [by_layout for (_, pool, _), by_layout in facts.items() if pool != "kv"]
+by_layout = facts["qwen3-next", "kv", "k, v each"]
+assert by_layout["layer_first"][0] == by_layout["page_first_direct"][0] == [64 * 2 * 256 * 2], "P × H × D"
+assert by_layout["page_first"][0] == [2 * 256 * 2], "H × D"
+assert by_layout["page_head"][0] == [256 * 2], "D"
+opaque = [facts[key] for key in facts if presets.model(key[0])[key[1]].components[0].unit != "token"]
 assert all(len({str(fact) for fact in by_layout.values()}) == 1 for by_layout in opaque), (
     "page rows and states do not care"
 )

@@ -9,23 +9,24 @@
 # %% [markdown]
 # # Hybrid stacks: many pools, one prefix
 #
-# A model with one kind of attention has one pool. A **hybrid stack** has several: full attention beside a sliding window, compressed attention with index keys, recurrent states. They differ in rows, in layers, in how much of a prefix they must keep; but one prefix lives in all of them, so it is backed up, loaded and reported as one. **What is hard about that is not the copying, it is the order**: which copy waits for which step of the model, and the other way round.
+# A model with one kind of attention has one pool. A **hybrid stack** has several: full attention beside a sliding window, compressed attention with index keys, recurrent states. They differ in rows, in layers, and in how much of a prefix they must keep. But one prefix lives in all of them, so it is backed up, loaded and reported as one. **What is hard about that is not the copying but the order**: which copy waits for which step of the model, and the other way round.
 #
 # In short:
 #
 # - One call builds every pool of a model on both sides, within one budget. Pools either own indices or ride on one that does.
 # - One operation moves a prefix in all pools; its acknowledgement says how many bytes each of them moved.
-# - A load goes layer by layer over all pools, so that the model can begin with layer 0 while the rest is on its way.
-# - A missing wait is no crash, but wrong bytes, now and then. The last parts leave two waits out, show what comes of it, and run the checks that find them.
+# - A load goes layer by layer over all pools, so the model can begin with layer 0 while the rest is on its way.
+# - A missing wait does not crash. It gives wrong bytes, now and then. The last parts leave two waits out, show what happens, and run the checks that find it.
 #
-# Bytes and orders are shown here; clocks count bytes, not seconds. Seconds are measured in [08_load_while_computing](08_load_while_computing.ipynb).
+# Bytes and orders are shown here; clocks count bytes, not seconds. Seconds are measured in [08_load_while_computing](08_load_while_computing.ipynb). Sizes are also shown for a model of your choice: set `MODEL`.
 #
 # ## Every pool of a model
 #
-# DeepSeek V4 keeps, for each layer, the latents of a window (`swa`); for some layers latents of every 4th token (`c4`) with index keys (`c4_indexer`), for others of every 128th (`c128`); and rings of states that compression goes on from. Two pools own indices: `kv`, which stores nothing itself, and `swa`. The stack lies on an emulated device here, and each pool may have a layout and a backend of its own.
+# For each layer, DeepSeek V4 keeps the latents of a window (`swa`). For some layers it also keeps latents of every 4th token (`c4`) with index keys (`c4_indexer`), for others of every 128th (`c128`), and rings of states from which compression continues. Two pools own indices: `kv`, which stores nothing itself, and `swa`. The stack lies on an emulated device here, and each pool may have a layout and a backend of its own.
 
 # %%
 import inspect
+import os
 import sys
 from collections import Counter
 from functools import partial
@@ -34,20 +35,18 @@ from textwrap import fill
 sys.path.append("notebooks")  # found there when the notebook runs in the repository's root
 
 import book
-import matplotlib.pyplot as plt
 import numpy as np
+import stacks
 import torch
-from matplotlib.patches import Rectangle
 
 from refimpl import DevicePool, HostPool, PoolTransfer, build_stack, oracle, presets, sizing
 from refimpl.controller import Controller, loads_by_layer
-from refimpl.emulated import HostQueue, QueuedEvent
-from refimpl.layer_done import SETS
 from refimpl.radix import POLICIES, PrefixCache
 from verify.conformance import Rig, faults, ordering
 from verify.toys import STACKS
 
-FLASH, PAGE = "deepseek-v4-flash", 256
+MODEL = os.environ.get("MODEL") or "llama-3.1-8b"  # compared with others below
+FLASH, PAGE = "deepseek-v4-flash", stacks.PAGE
 stack = build_stack(
     FLASH,
     layout="page_first",
@@ -65,86 +64,27 @@ stack = build_stack(
 print(stack)
 
 # %% [markdown]
-# Who rides on whom, and which model layers each pool stores, for this model and for two other kinds. A filled cell is a layer that the pool stores. **No two pools of a hybrid need have a layer in common, and none need have all of them**: "layer 7" means something else, or nothing, in each.
+# Which pool rides on which, and which model layers each pool stores, for this model and for others. A filled cell is a layer that the pool stores. **Two pools of a hybrid need not share any layer, and none needs to have all of them**: "layer 7" means something else, or nothing, in each.
 
 # %%
-OWNER_COLOURS = {"kv": book.LAYER_COLOURS[1], "swa": book.LAYER_COLOURS[2], "mamba": "#BFE3C0"}
-models = {name: presets.model(name, page_size=PAGE) for name in (FLASH, "qwen3-next", "gpt-oss-20b", "llama-3.1-8b")}
-
-
-def owner(specs, name):
-    return name if specs[name].indices_from is None else owner(specs, specs[name].indices_from)
-
-
-def by_owner(specs):
-    """Pools, each owner of indices followed by those that ride on it."""
-    owners = [name for name in specs if owner(specs, name) == name]
-    return [name for own in owners for name in specs if owner(specs, name) == own]
-
-
-def draw_stacks(shown):
-    heights = [len(specs) + 1.2 for specs in shown.values()]
-    _, axes = plt.subplots(len(shown), 1, figsize=(9.6, 0.3 * sum(heights)), height_ratios=heights)
-    for ax, (model, specs) in zip(axes, shown.items(), strict=True):
-        names = by_owner(specs)
-        count = max(spec.layers for spec in specs.values())
-        for y, name in enumerate(names):
-            spec, own = specs[name], owner(specs, name)
-            for layer in range(count):
-                look = {"facecolor": OWNER_COLOURS[own]} if layer in spec.owned_layers else {"facecolor": book.OTHER}
-                ax.add_patch(Rectangle((layer, y + 0.08), 1, 0.84, edgecolor="white", lw=0.8, **look))
-            if not spec.components:
-                ax.text(count / 2, y + 0.5, "stores nothing, owns indices", ha="center", va="center", fontsize=8)
-            if own != name:  # a bracket from the rider up to its owner
-                x, top = -0.6, names.index(own) + 0.75
-                line = {"color": "#555555", "lw": 1, "ls": "-", "marker": "", "clip_on": False}
-                ax.plot((x, x, x + 0.45), (top, y + 0.5, y + 0.5), **line)
-        ax.set(xlim=(-1, 49), ylim=(len(names), 0))
-        labels = [name if owner(specs, name) == name else f"rides: {name}" for name in names]
-        ax.set_yticks([y + 0.5 for y in range(len(names))], labels, fontsize=8.5)
-        ax.set_xticks([x + 0.5 for x in range(0, count, 6)], range(0, count, 6), fontsize=7.5)
-        ax.tick_params(length=0)
-        ax.spines[:].set_visible(False)
-        ax.grid(False)
-        ax.set_title(model, fontsize=10)
-    axes[-1].set_xlabel("model layer", fontsize=9, loc="left")
-
-
-draw_stacks({name: models[name] for name in (FLASH, "qwen3-next", "gpt-oss-20b")})
+models = {name: presets.model(name, page_size=PAGE) for name in (FLASH, "qwen3-next", "gpt-oss-20b", MODEL)}
+stacks.draw_stacks(models)
 layers_of = {name: {pool: spec.owned_layers for pool, spec in specs.items()} for name, specs in models.items()}
 print("digest of what is drawn:", book.digest(layers_of))
 
 # %% [markdown]
 # ## What a prefix weighs
 #
-# A rider has exactly the pages of its owner, so bytes are counted by owner. Pages hold 256 tokens here, for all models. A page of full attention is needed for every 256 tokens of a prefix; of a window, pages for its last tokens only; of a recurrent model, **one state, however long the prefix is**.
+# A rider has exactly the pages of its owner, so bytes are counted by owner. Pages hold 256 tokens here, for all models. Full attention needs a page for every 256 tokens of a prefix, a window only the page with its last tokens, and a recurrent model **one state, however long the prefix is**.
 
 # %%
-WINDOW = {FLASH: PAGE, "gpt-oss-20b": PAGE}  # tokens at the end of a prefix that a window needs: a page
-
-
-def page_bytes(specs):
-    """Bytes of a page by owner, riders included."""
-    found = {}
-    for name, spec in specs.items():
-        found[owner(specs, name)] = found.get(owner(specs, name), 0) + spec.page_bytes
-    return found
-
-
-def prefix_bytes(model, tokens):
-    """All that one prefix keeps."""
-    each = page_bytes(models[model])
-    pages = {"kv": tokens // PAGE, "swa": min(tokens, WINDOW.get(model, tokens)) // PAGE, "mamba": 1}
-    return sum(pages[name] * nbytes for name, nbytes in each.items())
-
-
 LENGTHS = [PAGE << i for i in range(10)]
 rows = []
 for model, specs in models.items():
-    each = page_bytes(specs)
+    each = stacks.page_bytes(specs)
     token = each["kv"] / PAGE
     fixed = sum(nbytes for name, nbytes in each.items() if name != "kv")
-    total = [f"{prefix_bytes(model, n) / 2**20:,.1f}" for n in (LENGTHS[0], LENGTHS[4], LENGTHS[-1])]
+    total = [f"{stacks.prefix_bytes(specs, n) / 2**20:,.1f}" for n in (LENGTHS[0], LENGTHS[4], LENGTHS[-1])]
     same = f"{fixed / token:,.0f} tokens" if fixed else "-"
     rows.append([model, f"{token:,.0f}", book.size(fixed) if fixed else "-", same, *total])
 mib = [f"MiB of\n{n:,}\ntokens" for n in (LENGTHS[0], LENGTHS[4], LENGTHS[-1])]
@@ -152,50 +92,23 @@ heads = ["full attention,\nbytes a token", "window or state,\nonce a prefix", "a
 book.table(["", *heads, *mib], rows)
 
 # %% [markdown]
-# On the left, one page (or state) of every pool. On the right, whole prefixes: what is kept once dominates short prefixes, what is kept for each token dominates long ones. Where two lines cross, the cheaper model changes.
+# On the left is one page (or state) of every pool. On the right are whole prefixes: what is kept once dominates short ones, what is kept for each token dominates long ones. Where two lines cross, the cheaper model changes.
 
 
 # %%
-def draw_bytes():
-    _, (left, right) = plt.subplots(1, 2, figsize=(9.6, 4.2), width_ratios=(1, 1.05))
-    bars = [(model, name, spec.page_bytes) for model, specs in models.items() for name, spec in specs.items()]
-    bars = [bar for bar in bars if bar[2]]
-    for y, (model, name, nbytes) in enumerate(bars):
-        left.barh(y, nbytes, 0.72, color=OWNER_COLOURS[owner(models[model], name)], edgecolor="#555555", lw=0.6)
-        left.text(nbytes * 1.15, y, f"{nbytes / 2**20:.2f}", va="center", fontsize=8)
-    left.set_yticks(range(len(bars)), [f"{model}: {name}" for model, name, _ in bars], fontsize=8)
-    left.set_xscale("log", base=2)
-    left.set(ylim=(len(bars) - 0.4, -0.6), xlim=(1 << 14, 1 << 29), xlabel="MiB")
-    left.set_xticks(
-        [1 << i for i in range(16, 30, 4)], [f"{2.0 ** (i - 20):g}" for i in range(16, 30, 4)], fontsize=8
-    )
-    left.grid(axis="y", visible=False)
-    left.set_title("a page of 256 tokens, or one state", fontsize=10)
-    for model in models:
-        right.plot(LENGTHS, [prefix_bytes(model, n) / 2**20 for n in LENGTHS], label=model)
-    right.set_xscale("log", base=2)
-    right.set_yscale("log", base=2)
-    right.xaxis.set_major_formatter(lambda x, _: f"{x:,.0f}")
-    right.yaxis.set_major_formatter(lambda y, _: f"{y:,g}")
-    right.tick_params(axis="both", labelsize=7.5)
-    right.set(xlabel="tokens of the prefix", ylabel="MiB")
-    right.set_title("a whole prefix", fontsize=10)
-    right.legend(fontsize=8, loc="upper left")
-    return bars
-
-
-print("digest of what is drawn:", book.digest(draw_bytes(), [[prefix_bytes(m, n) for n in LENGTHS] for m in models]))
+prefixes = [[stacks.prefix_bytes(specs, n) for n in LENGTHS] for specs in models.values()]
+print("digest of what is drawn:", book.digest(stacks.draw_bytes(models, LENGTHS), prefixes))
 
 # %% [markdown]
 # ### How one budget is divided
 #
-# Nobody can say how many bytes each pool shall have, but an engine has decided that already, for its device. So `build_stack(host_bytes=…)` divides one budget as the device's bytes are divided, riders with their owners, rounds down to whole pages and checks the sum *before* any memory is taken. (SGLang 0.5.23 takes no bytes for DeepSeek V4, only a ratio.) Chosen here: 1,024 pages of full attention on the device, a tenth as many pages of a window, 128 states, and 64 GiB on the host.
+# How many bytes should each pool get? An engine has decided that already, for its device. So `build_stack(host_bytes=…)` divides one budget in the proportions of the device's bytes, riders with their owners, rounds down to whole pages and checks the sum *before* any memory is taken. (SGLang 0.5.23 takes no bytes for DeepSeek V4, only a ratio.) The table divides 64 GiB on the host, with 1,024 pages of full attention on the device, a tenth as many pages of a window, and 128 states.
 
 # %%
 BUDGET = 64 << 30
 rows, unused = [], {}
 for model, specs in models.items():
-    each = page_bytes(specs)
+    each = stacks.page_bytes(specs)
     on_device = {name: {"kv": 1024, "swa": 102, "mamba": 128}[name] for name in each}
     on_host = sizing.pages_for_shares(on_device, each, BUDGET)
     taken = {name: on_host[name] * each[name] for name in each}
@@ -209,7 +122,7 @@ for model, specs in models.items():
 book.table(["", "owner", "device", "each, with riders", "share of the host", "host"], rows)
 
 with build_stack(FLASH, device_pages={"kv": 10, "swa": 1}, host_bytes=64 << 20) as small:
-    each = page_bytes(models[FLASH])
+    each = stacks.page_bytes(models[FLASH])
     built = {name: small.host.pools[name].num_pages for name in each}
 print("\na stack of 64 MiB, built:", built)
 print(f"a page of the window weighs as much as {each['swa'] / each['kv']:.1f} pages of what rides on kv")
@@ -219,7 +132,7 @@ print(f"a page of the window weighs as much as {each['swa'] / each['kv']:.1f} pa
 #
 # ## One prefix, written and loaded
 #
-# A request has computed 12 pages. Its prefix is 12 pages of `kv`, and of the window the last one. `write` allocates host slots, locks slots on both sides and queues; `start_writing` submits what is queued, everything at once; `acknowledge` tells what has ended. Riders are named, but need no slots: they take their owner's.
+# A request has computed 12 pages. Its prefix is 12 pages of `kv`, and the last page of the window. `write` allocates host slots, locks slots on both sides and queues; `start_writing` submits everything that is queued at once; `acknowledge` says what has ended. Riders are named, but need no slots: they take their owner's.
 
 # %%
 generator = torch.Generator().manual_seed(0)
@@ -264,7 +177,7 @@ print("submitted in this order:", ", ".join(backed_up.receipts))
 # %% [markdown]
 # The order of submission is not that of the stack: **rings of states come first**, since the model overwrites them in place with its next step. Its stream waits until they are copied; rows of tokens are only ever appended to, so their copies may take their time.
 #
-# Now the request is over and its slots are free. Other requests fill the device; then the prefix is needed again. `load` allocates device slots, other ones; `start_loading` submits, layer by layer over all pools, and returns what a forward pass is to wait for. The device is compared with the oracle's to the last byte, so also with what was *not* to be written.
+# Now the request is over and its slots are free. Other requests fill the device; then the prefix is needed again. `load` allocates device slots, different ones; `start_loading` submits layer by layer over all pools, and returns what a forward pass has to wait for. The device is compared with the oracle's to the last byte, including what was *not* to be written.
 
 # %%
 for name, slots in mine.items():
@@ -310,63 +223,13 @@ stack.close()
 #
 # ## The timeline of a load
 #
-# When may the model begin? The same load again, behind a queue whose streams run side by side, each with a clock. **The clock counts bytes over the bus, not seconds**: the copy of a layer of a pool takes as long as it has bytes. Computing a layer is said to take as long as loading an average one (a ratio that depends on model, batch and GPU; the second picture varies it). Each layer of the model compares the rows that it reads with what the host has, at that very moment.
+# When may the model begin? Here is the same load again, behind a queue whose streams run side by side, each with a clock (`notebooks/stacks.py`). **The clock counts bytes over the bus, not seconds**: copying a layer of a pool takes as long as it has bytes. Computing a layer is assumed to take as long as loading an average one (the real ratio depends on model, batch and GPU; the second picture varies it). At the moment it is computed, each layer of the model compares the rows that it reads with what the host has.
 
 
 # %%
-class Clocked(HostQueue):
-    """Streams run side by side, operations as soon as they may; each takes what `spend` was told meanwhile."""
-
-    def __init__(self):
-        super().__init__()
-        self.now, self.clocks = 0.0, {}
-
-    def spend(self, time):
-        self.clocks[self.running] += time
-
-    def record(self, stream, timed=False):
-        event = QueuedEvent(self)
-
-        def passed():
-            event.passed, event.at = True, self.now
-
-        self.submit(passed, stream)
-        return event
-
-    def run_until(self, event):
-        def may_start(stream):
-            after = self._queues[stream][0].after
-            return max(self.clocks.get(stream, 0.0), after.at if after else 0.0)
-
-        while not event.passed:
-            self.running = min(self._ready(), key=may_start)
-            self.clocks[self.running] = self.now = may_start(self.running)
-            self._queues[self.running].popleft().what()
-
-
-class ClockedController(Controller):
-    """Lets its queue's clock run with the bytes that arrive, and notes which came when."""
-
-    def __init__(self, *parts, **more):
-        super().__init__(*parts, **more)
-        self.arrivals = []
-
-    def _move(self, batch, name, layers=None):
-        (layer,), owned = layers, self.host.pools[name].spec.owned_layers
-        nbytes = sum(map(self._bytes, batch.transfers_of(name))) // len(owned) if layer in owned else 0
-
-        def tick():
-            if nbytes:
-                self.arrivals.append((layer, name, self.runtime.now, self.runtime.now + nbytes))
-            self.runtime.spend(nbytes)
-
-        self.runtime.submit(tick, self._streams["load"])
-        super()._move(batch, name, layers)
-
-
 source = build_stack(FLASH, "page_first", device_pages={"kv": 13, "swa": 2}, host_ratio=1)
 saved = {"kv": source.host.alloc(12 * PAGE), "swa": source.host.alloc(PAGE, "swa")}
-whole = 12 * page_bytes(source.specs)["kv"] + page_bytes(source.specs)["swa"]
+whole = 12 * stacks.page_bytes(source.specs)["kv"] + stacks.page_bytes(source.specs)["swa"]
 for pool in source.host.pools.values():
     for memory in book.raw(pool):
         torch.from_numpy(memory).random_(1, 256, generator=generator)
@@ -390,8 +253,8 @@ def timeline(waits, ratio=1.0):
     for pool in source.device.values():
         for component, layer in book.layers(pool):
             pool.buffer(component, layer).zero_()
-    queue, layers, steps = Clocked(), range(source.num_layers), []
-    controller = ClockedController(source, runtime=queue)
+    queue, layers, steps = stacks.Clocked(), range(source.num_layers), []
+    controller = stacks.ClockedController(source, runtime=queue)
     compute = ratio * whole / len(layers)
     operation = controller.load("a prefix", [PoolTransfer(name, saved.get(name)) for name in source.specs])
     controller.set_consumer(controller.start_loading())
@@ -412,6 +275,7 @@ def timeline(waits, ratio=1.0):
     return controller.arrivals, steps
 
 
+# %%
 WAITS = ("layers", "everything", "nothing")
 arrivals, steps = {}, {}
 rows = []
@@ -428,69 +292,21 @@ print("\nbytes of a layer:", ", ".join(f"layer {layer} {nbytes:,}" for layer, nb
 assert arrivals["layers"] == arrivals["everything"] == arrivals["nothing"]
 
 # %% [markdown]
-# One line for each layer. Coloured: its rows arrive, pool by pool. White: the layer is computed, by a pass that waits for each layer just before it reads it. Dotted: by one that waits for the whole load. (The pass that waits for nothing is not drawn. It is the fastest.)
+# There is one line for each layer. Coloured boxes are its rows arriving, pool by pool. White boxes are the layer being computed, by a pass that waits for each layer just before it reads it; dotted ones, by a pass that waits for the whole load. (The pass that waits for nothing is not drawn. It is the fastest, and wrong.)
 
 # %%
-POOL_LOOKS = {
-    "swa": ("#D55E00", ""),
-    "c4": ("#0072B2", ""),
-    "c4_indexer": ("#56B4E9", "////"),
-    "c128": ("#009E73", ""),
-    "c4_state": ("#E69F00", ""),
-    "c4_indexer_state": ("#F0E442", "...."),
-}
-
-
-def draw_timeline(first=8):
-    """All layers, and the first ones enlarged."""
-    figure, (ax, zoom) = plt.subplots(1, 2, figsize=(9.6, 5.2), width_ratios=(1, 1.25))
-    passes = {"layers": {"facecolor": "white"}, "everything": {"facecolor": "#DDDDDD", "hatch": "...."}}
-    shapes = {}
-
-    def box(ax, layer, begin, end, **look):
-        at = {"xy": (begin / whole, layer + 0.08), "width": (end - begin) / whole, "height": 0.84}
-        return ax.add_patch(Rectangle(**at, edgecolor="black", **{"lw": 0.5} | look))
-
-    for layer, name, begin, end in arrivals["layers"]:
-        colour, hatch = POOL_LOOKS[name]
-        box(ax, layer, begin, end, facecolor=colour, lw=0)
-        if layer < first:
-            shapes[name] = box(zoom, layer, begin, end, facecolor=colour, hatch=hatch)
-    for waits, look in passes.items():
-        for layer, (begin, end, _) in enumerate(steps[waits]):
-            shapes[f"computed by a pass that\nwaits for {waits}"] = box(ax, layer, begin, end, **look)
-            if layer < first and waits == "layers":
-                box(zoom, layer, begin, end, **look, lw=1)
-    ax.set(xlim=(0, steps["everything"][-1][1] / whole), ylim=(43, 0), ylabel="model layer")
-    ax.set_yticks([x + 0.5 for x in range(0, 43, 6)], range(0, 43, 6))
-    ax.add_patch(Rectangle((0, 0), steps["layers"][first - 1][1] / whole, first, fill=False, ls=":", lw=1.2))
-    ax.set_title("all layers", fontsize=10)
-    zoom.set(xlim=(0, steps["layers"][first - 1][1] / whole * 1.01), ylim=(first, 0))
-    zoom.set_yticks([x + 0.5 for x in range(first)], range(first))
-    zoom.set_title("the first layers", fontsize=10)
-    for each in (ax, zoom):
-        each.grid(axis="y", visible=False)
-        each.set_xlabel("clock: bytes over the bus, 1 is the whole load", fontsize=9)
-    figure.legend(shapes.values(), shapes, loc="outside lower center", ncols=4, fontsize=8.5)
-
-
-draw_timeline()
+stacks.draw_timeline(arrivals["layers"], steps, whole)
 print("digest of what is drawn:", book.digest(arrivals["layers"], steps["layers"], steps["everything"]))
 
 # %% [markdown]
-# Layers are not alike: those with C4 pools bring several times the bytes of the others. The pass that waits by layer starts with the first rows and ends soon after the last ones. How much that wins depends on the ratio of computing to loading. **With equal times it wins almost half; where one of them dwarfs the other, there is nothing much to win, and nothing to lose.**
+# Layers are not alike: those with C4 pools bring several times the bytes of the others. The pass that waits by layer starts with the first rows and ends soon after the last ones. How much time that saves depends on the ratio of computing to loading. **With equal times it saves almost half; where one of them dwarfs the other, there is little to win, and nothing to lose.**
 
 # %%
 RATIOS = [0.125, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0]
 ends = {waits: [timeline(waits, ratio)[1][-1][1] / whole for ratio in RATIOS] for waits in WAITS[:2]}
 ends["layers"], ends["everything"] = np.array(ends["layers"]), np.array(ends["everything"])
 won = 1 - ends["layers"] / ends["everything"]
-_, ax = plt.subplots(figsize=(7.2, 3.2))
-ax.plot(RATIOS, won * 100, marker="o")
-ax.set_xscale("log", base=2)
-ax.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
-ax.set(xlabel="computing a layer, in loads of an average layer", ylabel="time saved by\nwaiting by layer, %")
-ax.set_ylim(0, 50)
+stacks.draw_saved(RATIOS, won)
 columns = zip(RATIOS, *ends.values(), won, strict=True)
 rows = [
     [f"{ratio:g}", f"{by_layer:.3f}", f"{at_once:.3f}", f"{won:.1%}"] for ratio, by_layer, at_once, won in columns
@@ -499,11 +315,11 @@ book.table(["ratio", "waits for layers", "for everything", "saved"], rows)
 print("digest of what is drawn:", book.digest(won))
 
 # %% [markdown]
-# On a GPU the calls are the same: streams, events, and waits that the GPU makes, not the host. What the clock does not tell is how many seconds a byte takes (that depends on run lengths and backend: [07_fast_paths](07_fast_paths.ipynb)) and what copies and kernels take from each other. No seconds are given here, since none were measured.
+# On a GPU the calls are the same: streams, events, and waits that are made by the GPU, not by the host. The clock does not tell how many seconds a byte takes (that depends on run lengths and backend: [07_fast_paths](07_fast_paths.ipynb)), nor what copies and kernels take from each other.
 #
 # ## Two waits left out
 #
-# A recurrent state is used as a whole: a request that goes on from a cached prefix copies the state to a slot of its own, all layers of it. Whoever makes that copy must wait for the *last* layer of the pool. SGLang's issue 36743 reports that it is made before that has arrived. Here is that fault, from `verify/conformance/faults.py`:
+# A recurrent state is used as a whole: a request that continues from a cached prefix copies all layers of the state to a slot of its own. That copy must wait for the *last* layer of the pool. SGLang's issue 36743 reports that it is made before that layer has arrived. Here is that fault, from `verify/conformance/faults.py`:
 
 # %%
 print(inspect.getsource(faults.WaitsForTheFirstLayerOfAState))
@@ -533,7 +349,7 @@ rows = [[f"layer {layer}", *(copy[layer] for copy in copies.values())] for layer
 book.table(["the copy holds in", *copies], rows)
 
 # %% [markdown]
-# No error, no crash; a state of which some layers are of this prefix, and the others of whatever had the slot before. Here the load was held before layer 4. Where no layer is late the fault does no harm, so a test in which nothing happens to be late never sees it. The checks of `verify/conformance` therefore hold steps, and let streams run in orders that a seed chooses. **They take any controller class, an engine's too.** The second fault below forgets the write fence, the stream of a forward pass that may still write what is backed up.
+# There is no error and no crash, only a state of which some layers belong to this prefix and the others to whoever had the slot before. Here the load was held before layer 4. Where no layer is late the fault does no harm, so a test in which nothing happens to be late never sees it. The checks of `verify/conformance` therefore hold steps, and let streams run in orders that a seed chooses. **They take any controller class, an engine's too.** The second fault below forgets the write fence: the stream of a forward pass that may still be writing what is backed up.
 
 # %%
 SEEDS = 20
@@ -567,66 +383,11 @@ book.say("\n".join(lines))
 # %% [markdown]
 # ## The rules of order
 #
-# Who waits for whom, and what happens otherwise; numbers are issues of SGLang. The last column is evidence: the checks of that rule, each in several orders of the queue, on a stack with full attention, a window and states.
+# Who waits for whom, and what happens otherwise; the numbers are SGLang issues. The last column is evidence: the checks of that rule, each run in several orders of the queue, on a stack with full attention, a window and states.
 
 # %%
-RULES = [
-    (
-        "a backup",
-        "the caller's work, and the forward pass that may still write (write fence)",
-        "the last token, or a half-done state, is stored as it was before",
-        ("backup_reads_what_the_caller_wrote", "backup_reads_what_a_forward_pass_wrote"),
-    ),
-    (
-        "a load",
-        "the forward pass that still uses those slots (load fence)",
-        "36738: that pass writes over what was loaded",
-        ("load_leaves_what_the_caller_reads", "load_leaves_what_a_forward_pass_reads"),
-    ),
-    ("a reader of a layer", "that layer, in all pools", "it reads another prefix", ("readers_of_layers",)),
-    (
-        "a reader of a whole state",
-        "the last layer of its pool",
-        "36743: a state of two prefixes",
-        ("whole_states",),
-    ),
-    (
-        "the model's next step",
-        "backups of states that it overwrites in place",
-        "the host keeps a later state",
-        ("states_overwritten_by_the_caller", "states_overwritten_by_a_forward_pass"),
-    ),
-    (
-        "a load or a backup",
-        "one the other way of the same slots",
-        "half of the one, half of the other",
-        (
-            *("load_of_what_is_being_backed_up", "load_over_what_is_being_backed_up"),
-            *("backup_of_what_is_being_loaded", "backup_over_what_is_being_loaded"),
-        ),
-    ),
-    (
-        "the next owner of slots",
-        "the acknowledgement of whatever reads them",
-        "its bytes are taken for the prefix",
-        ("device_slots_freed_under_a_backup", "host_slots_freed_under_a_load"),
-    ),
-    (
-        "a backup of a window",
-        "nobody, but says when its slots are looked up: when it is queued, or when it runs",
-        "25889, 27294: rows that have moved, or padding",
-        ("windows_as_they_were_queued", "windows_as_they_run"),
-    ),
-    (
-        f"load number {SETS + 1}",
-        "the acknowledgement of the first one",
-        "its readers wait for events of another load",
-        ("no_more_loads_than_sets_of_events",),
-    ),
-]
-
 rows, failed, orders = [], 0, 5
-for *texts, names in RULES:
+for *texts, names in stacks.RULES:
     checks = [getattr(ordering, f"check_{name}") for name in names]
     wrong = sum(verdicts(Controller, check, "swa-mamba", orders).total() for check in checks)
     failed += wrong
@@ -636,7 +397,7 @@ book.table(["who", "waits for", "otherwise", "held in"], rows)
 # %% [markdown]
 # ## When a prefix is written
 #
-# A tree of prefixes decides *what* is backed up and when. `write_through` backs up whatever is inserted, `write_through_selective` what is met again, `write_back` what is evicted from the device. The same steps under each policy, on a toy of the V4 stack; a cell says how many tokens of the prefix the host has, and how many can be used.
+# A tree of prefixes decides *what* is backed up and when. `write_through` backs up whatever is inserted, `write_through_selective` what is met again, `write_back` what is evicted from the device. Here are the same steps under each policy, on a toy of the V4 stack. Each entry gives two numbers: how many tokens of the prefix the host has, and how many can be used.
 
 
 # %%
@@ -677,7 +438,7 @@ policies = {row[0]: row[1:] for row in rows}
 
 # %%
 assert all(0 <= left < most for left, most in unused.values()), "only what is no whole page is left of a budget"
-assert built == sizing.pages_for_shares({"kv": 10, "swa": 1}, page_bytes(models[FLASH]), 64 << 20)
+assert built == sizing.pages_for_shares({"kv": 10, "swa": 1}, stacks.page_bytes(models[FLASH]), 64 << 20)
 assert arrived == 0, "what was submitted has not run"
 assert backed_up.error is loaded.error is None
 assert not any(absent for waits in WAITS[:2] for _, _, absent in steps[waits]), "who waits reads what was loaded"

@@ -9,15 +9,15 @@
 # %% [markdown]
 # # Pairings: which layout with which backend
 #
-# A host pool has one layout and one backend. There are six layouts and three backends (and `auto`, which takes one of the three each time), every pool of a model has its own rows, and a backup need not behave like a load. **This notebook measures every allowed pairing of one model's pools against the bus, and ends in advice, computed from the figures.**
+# A host pool is made with one layout and one backend. There are six layouts, and three ways to move bytes (`auto` picks one of them for each transfer). Every pool of a model has rows of its own width, and a backup may behave differently from a load. **This notebook measures every allowed pairing for one model's pools, compares each with a plain memcpy over the same bus, and turns the figures into advice.**
 #
 # In short:
 #
-# - What counts is the rate that lasts: a device has to move the bytes and a host has to describe them, and the slower of the two decides.
-# - A layout decides how long the runs are and how many. That in turn decides which backends can be fast.
-# - A difference that is no larger than noise is called that, and no advice rests on it.
+# - The rate that counts is the one that can be kept up. The device has to move the bytes, the host has to describe them to it, and the slower of the two sets the pace.
+# - The layout decides how long the contiguous runs are, and so which backends can be fast.
+# - Differences within measurement noise are called level, and no advice rests on them.
 #
-# With a GPU, running all cells measures *this* machine first, in less than five minutes. Without one, the committed results of an H200 are shown. Cells and pictures are the same. Everything hangs on the first cell: change it, or set environment variables of the same names (`make run NB=notebooks/04_pairings.ipynb MODEL=deepseek-v4-flash`).
+# The answer comes first, the evidence after it. With a GPU, running all cells begins by measuring *this* machine, in under five minutes. Without one, you see the committed results of an H200, in the same cells and pictures. To choose another model, change the next cell or set environment variables of the same names (`make run NB=notebooks/04_pairings.ipynb MODEL=deepseek-v4-flash`). A model that is not on the list is [further down](#A-model-that-nobody-measured).
 
 # %%
 import os
@@ -25,7 +25,7 @@ import sys
 
 sys.path.append("notebooks")  # found there when the notebook runs in the repository's root
 
-MODEL = os.environ.get("MODEL") or "llama-3.1-8b"
+MODEL = os.environ.get("MODEL") or "llama-3.1-8b"  # a name from refimpl/presets.py
 PAGE_SIZE = int(os.environ.get("PAGE_SIZE") or 0) or None  # tokens a page; None: as its preset has it
 PAYLOAD = os.environ.get("PAYLOAD") or "256MiB"  # bytes that a transfer moves, where they are measured here
 LAYOUTS = os.environ.get("LAYOUTS") or "all"  # or names, separated by commas
@@ -33,19 +33,23 @@ BUDGET = int(os.environ.get("BUDGET") or 240)  # seconds to measure, on a GPU
 RESULTS = os.environ.get("RESULTS") or ""  # a result file; "committed"; "": measured now, if there is a GPU
 
 # %%
+import json
 import statistics
 
 import book
 import pairings
+import torch
 
 import refimpl
 from refimpl import presets
 from verify import arguments
+from verify.audit import costs
 from verify.bench import noise
-from verify.bench.gpu import here, recommend
+from verify.bench.gpu import here, recommend, results
 from verify.bench.gpu.cases import name_of
 
 WAYS = recommend.BACKENDS
+ACROSS = (*WAYS, "auto")
 layouts = refimpl.LAYOUTS if LAYOUTS == "all" else arguments.one_of("layout", refimpl.LAYOUTS)(LAYOUTS)
 path, bench = here.shown(
     "bench",
@@ -57,15 +61,16 @@ path, bench = here.shown(
     budget_s=BUDGET,
 )
 book.say(here.label(path, bench))
+# %%
 rows = recommend.rows_of(bench, MODEL, PAGE_SIZE, layouts)
-found = recommend.ways(bench, rows, (*WAYS, "auto"))
+found = recommend.ways(bench, rows, ACROSS)
 pools = {name: spec for name, spec in presets.model(MODEL, page_size=PAGE_SIZE).items() if spec.page_bytes}
 print(f"model {name_of(MODEL, PAGE_SIZE)}: {len(rows)} rows, {len(found)} measured cells\n")
 held = []
 for name, spec in pools.items():
     moved = sorted({f"{row['pages']:,} × {book.size(row['page_bytes'])}" for row in rows if row["pool"] == name})
     held.append([name, spec.page_size, len(spec.owned_layers), ", ".join(moved) or "not among these results"])
-book.table(["pool", "page", "layers", "pages that move in a row"], held)
+book.table(["pool", "tokens\na page", "layers", "pages moved\nby a transfer"], held)
 
 
 def lacks(what):
@@ -74,30 +79,68 @@ def lacks(what):
 
 
 # %% [markdown]
-# How it was measured: every cell's bytes are verified against the oracle before and after timing. Pages lie at random places. The *ceiling* is a plain memcpy of as many bytes between the same pinned memory and the device, in the same session. The rate that lasts is the payload over the longer of two medians: the device's time for the transfer, and the host's time for the call.
+# ## The answer
+#
+# One layout and one backend for all pools of the model, in both directions. Pairs that noise cannot tell apart are level; the one advised is, of those, the one that costs the host and a model beside it the least time. [How it is computed](#What-to-take) is below, with the advice for each pool and direction by itself.
+
+# %%
+able = recommend.pairs([way for way in found if way.backend in WAYS])
+if able:
+    book.say(*pairings.answer(name_of(MODEL, PAGE_SIZE), recommend.choose(able), len({way.pool for way in found})))
+else:
+    lacks("this model")
+
+# %% [markdown]
+# The same for every model in these results, with the pages of its preset. *Of the best pairs* is the rate compared with giving each pool and direction its own best pair; *least* is where this one pair costs most. A model whose *least* is low is better off with different pairs for different pools.
+
+# %%
+table = []
+for model in presets.MODELS:
+    ways = recommend.ways(bench, recommend.rows_of(bench, model, None, layouts))
+    if able := recommend.pairs(ways):
+        choice = recommend.choose(able)
+        way, share = choice.taken.least
+        names = len({w.pool for w in ways}), choice.taken.layout, choice.taken.backend
+        figures = f"{choice.taken.fraction.value:.0%}", f"{share:.0%}", f"{way.pool} {way.direction}"
+        table.append([model, *names, *figures, len(choice.level) - 1])
+if table:
+    heads = ["model", "pools", "layout", "backend", "of the\nbest pairs", "least", "in", "others\nlevel"]
+    book.table(heads, table)
+else:
+    lacks("any model as its preset has it")
+
+# %% [markdown]
+# Backends are this project's. An engine has movers and rules of its own, so here is what those rules choose for this model and what the choice costs, **on the committed H200 results** whatever is shown elsewhere. *Of the bus* is the share of a plain memcpy; *time* is how many times longer the choice takes than the fastest mover that was measured for the same bytes. Each line is the worst pool and direction of that setting. `python -m verify audit --model …` prints every line, with the rule, its source, and what was measured in place of the engine's own path.
+
+# %%
+committed = json.loads(here.committed("bench").read_text(encoding="utf-8"))
+table, unmeasured = pairings.engines(costs.rows(committed, results.sglang(), MODEL, PAGE_SIZE))
+if table:
+    heads = ["engine", "layout", "setting", "at worst in", "path", "of the\nbus", "time", "fastest measured"]
+    book.table(heads, table)
+if unmeasured:
+    book.say(f"Not measured: {'; '.join(unmeasured)}.")
+
+# %% [markdown]
+# ## How it was measured
+#
+# The bytes of every cell are compared with the oracle's before and after timing. Pages lie at random places. The *ceiling* is a plain memcpy of as many bytes between the same pinned memory and the device, in the same session. The rate is the payload over the longer of two medians: the device's time for a transfer, and the host's time for the call that submits it.
 #
 # ## Every pairing
 #
-# Percent of the ceiling. A star says that describing takes the host longer than moving takes the device. Hatched pairings are refused before a byte moves, for the reasons below the picture.
+# Percent of the ceiling. A star marks pairings in which describing takes the host longer than moving takes the device. Hatched pairings are refused before a byte moves; the reasons are listed below.
 
 # %%
-ACROSS = (*WAYS, "auto")
 measured = {(w.pool, w.direction, w.layout, w.backend): w for w in found}
 
 
 def panels(field):
     """(pool, direction) -> layouts × backends: what `field` makes of each measured cell."""
-    made = {}
-    for pool in pools:
-        for direction in book.DIRECTIONS:
-            cells = [[measured.get((pool, direction, layout, way)) for way in ACROSS] for layout in layouts]
-            if any(any(line) for line in cells):
-                made[pool, direction] = [[cell and field(cell) for cell in line] for line in cells]
-    return made
+    return pairings.panels(measured, pools, layouts, ACROSS, field)
 
 
 def show(made, down, across, what, unit, **look):
-    """Draw them, with what identifies the fields drawn; or say that there are none."""
+    """Draw them, with a digest of what is drawn; or say that there are none."""
     if made:
         pairings.draw_fields(made, down, across, unit, **look)
         print("digest of what is drawn:", book.digest(made))
@@ -107,24 +150,11 @@ def show(made, down, across, what, unit, **look):
 
 rates = panels(lambda w: (round(100 * w.fraction.value, 1), f"{100 * w.fraction.value:.0f}" + "*" * w.host_bound))
 show(rates, layouts, ACROSS, "full payloads of this model", "% of the ceiling", limits=(0, 105))
-refusals = {}  # status, layout, backend -> the first pool's reason, pools
-for row in rows:
-    for cell in row["cells"]:
-        if cell["mover"] in ACROSS and cell["status"] != "measured":
-            key = cell["status"], row["layout"], cell["mover"]
-            refusals.setdefault(key, (cell["reason"], {}))[1][row["pool"]] = None
-alike = {}
-for (status, layout, way), (reason, names) in refusals.items():
-    alike.setdefault((status, layout, ", ".join(names), reason), []).append(way)
-if alike:
-    told = (
-        f"- {status}: {layout} with {', '.join(ways)} ({names}): {reason}"
-        for (status, layout, names, reason), ways in alike.items()
-    )
-    book.say(*told)
+if refused := pairings.refusals(rows, ACROSS):
+    book.say(*refused)
 
 # %% [markdown]
-# The same in a line for each backend: its worst and its best pairing, over pools, layouts and directions, and in how many the host is the slower one.
+# The same in one line for each backend: its slowest and its fastest pairing over pools, layouts and directions, and in how many the host is what limits it.
 
 # %%
 lines = []
@@ -135,12 +165,12 @@ for way in ACROSS:
         cells = [(f"{w.fraction.value:.1%}", f"{w.pool} {w.direction}, {w.layout}") for w in ends]
         lines.append([way, *cells[0], *cells[1], f"{sum(w.host_bound for w in mine)} of {len(mine)}"])
 if lines:
-    book.table(["backend", "least", "in", "most", "in", "host slower"], lines)
+    book.table(["backend", "slowest", "in", "fastest", "in", "host limits"], lines)
 
 # %% [markdown]
 # ## Run length against rate
 #
-# A run is a piece that is contiguous on both sides. Here is every row of this model that the results hold (other page sizes and pages behind each other included), by its shortest run. `direct` needs a descriptor for each run, so it follows the run length; for `kernel` a run is some addresses to compute; `staged` copies whole pages and does not care.
+# A run is a piece that is contiguous on both sides. The picture has every row of this model in the results (also those with other page sizes, or with consecutive pages), at its shortest run. `direct` needs one descriptor for each run, so its rate follows the run length; to `kernel` a run is a few addresses to compute; `staged` copies whole pages, so run length hardly matters to it.
 
 # %%
 every = recommend.rows_of_model(bench, MODEL, layouts)
@@ -156,7 +186,7 @@ else:
     lacks("rows of this model")
 
 # %% [markdown]
-# **From which run length on is a copy engine the better choice?** That depends on how many runs there are, so both are varied by themselves here, in pools made for it: every run is a descriptor. Each field is the rate of `direct` over that of `kernel`; the crossover is where the ratio passes 1. With few descriptors a call costs more than it moves. With very many the queue is full and the host describes run by run.
+# **From which run length on is the copy engine (`direct`) the better choice?** That also depends on how many runs there are, so here both are varied independently, in pools made for the purpose. Each field is the rate of `direct` divided by that of `kernel`, so `direct` wins above ×1. With few runs the fixed cost of a call dominates. With very many, the device's queue is full and the rate is that at which the host describes runs.
 
 # %%
 curves = recommend.curves(bench)
@@ -175,7 +205,7 @@ for direction in book.DIRECTIONS:
         text = {0.0: "every length measured", float("inf"): f"none up to {book.size(max(direct[n]))}"}
         crossings.append([direction, n, text.get(over, f"{over / 1024:.0f} KiB")])
 numbers, sizes = [f"{n:,} runs" for n in counts], [book.size(run) for run in lengths]
-unit = "bytes a run; GB/s of direct over GB/s of kernel"
+unit = "bytes a run; the field is GB/s of direct over GB/s of kernel"
 show(fields, numbers, sizes, "run lengths and numbers", unit, limits=(0.01, 3), log=True)
 if crossings:
     book.table(["direction", "runs", "direct is never behind from"], crossings)
@@ -183,7 +213,7 @@ if crossings:
 # %% [markdown]
 # ## What a call costs the host
 #
-# Microseconds of the submitting thread. The device is held meanwhile, so that a call waits for nothing but room in a queue, where a transfer has more descriptors than that holds. This is time that a scheduler does not have.
+# Microseconds of the thread that submits: time that a scheduler does not have. The device is held meanwhile, so a call waits for nothing except for room in the queue, if it has more descriptors than the queue holds.
 
 # %%
 calls = panels(lambda w: (w.submit_s * 1e6, f"{w.submit_s * 1e6:,.0f}"))
@@ -196,7 +226,7 @@ for way in ACROSS:
 # %% [markdown]
 # ## Other pages
 #
-# Pages of other sizes, with as many bytes in all: where a layout keeps a layer of a page together, larger pages make longer runs; where tokens are outermost, they do not. And pages behind each other: allocators hand out pages in any order, but a fresh pool hands out neighbours, whose runs join where the layout lets them. Such fields are the rate over that of scattered pages in the same pairing, `~` where noise does not tell them apart.
+# First, pages of other sizes, with the same number of bytes in all. Where a layout keeps one layer of a page together, larger pages make longer runs; where tokens are outermost, they do not. Then consecutive pages: an allocator hands out pages in any order, but a fresh pool hands out neighbours, and their runs join where the layout lets them. Those fields are the rate with consecutive pages over the rate with scattered ones, `~` where noise cannot tell them apart.
 
 # %%
 absent = ["other page sizes of this model"]
@@ -224,7 +254,7 @@ if absent:
 # %% [markdown]
 # ## What a model notices
 #
-# A loop of matrix products runs alone and beside a loop of transfers; the slowdown is the share of its rate that is lost. It depends on the mover and its rate, hardly on the model that the bytes belong to, so every row of the results is shown. ([07_fast_paths](07_fast_paths.ipynb) says more about it.)
+# A loop of matrix products runs alone and then beside a loop of transfers; the slowdown is the share of its rate that it loses. That depends on the mover and its rate, hardly on which model the bytes belong to, so every row of the results is shown. ([07_fast_paths](07_fast_paths.ipynb) takes this further.)
 
 # %%
 marks, slower = [], {}
@@ -249,10 +279,10 @@ else:
 # %% [markdown]
 # ## What to take
 #
-# The rules, so that anybody can argue with them:
+# The rules behind the advice, so that you can disagree with them:
 #
-# 1. Of each pool and direction, the fastest pairing by what lasts. Whatever noise does not tell from it is *level* with it, and of those the advice is the one that takes least of others: seconds of the host for the call, plus seconds that a model which computes meanwhile loses (its slowdown, for as long as the transfer takes).
-# 2. A host pool has one layout and one backend for both directions, and a model is simpler to run with the same for all pools. So the same question again for each pool both ways, and for all pools: a pair is rated by the time that the best pairs would take over the time that it takes, if every pool and direction had the same share of the best time. How much of each pool moves is a matter of your workload; if one dominates, read its line.
+# 1. For each pool and direction, find the fastest pairing. Whatever noise cannot tell from it is *level* with it. Of those, the advice is the one that takes least time from others: seconds of the host for the call, plus the seconds that a model computing meanwhile loses (its slowdown, for as long as the transfer takes).
+# 2. A host pool has one pair for both directions, and one pair for all pools of a model is simpler to run. So the same question is asked again for each pool both ways, and for all pools together. A pair is rated by the time that the best pairs would take, divided by the time that it takes, with every pool and direction weighted alike. Your traffic will not weight them alike: if one pool dominates, read its line.
 
 # %%
 book.say(f"Noise: {noise.RULE}.")
@@ -264,28 +294,53 @@ else:
     lacks("this model")
 
 # %% [markdown]
-# And for each model in these results, with the pages of its preset: the one pair for all of its pools.
+# ## A model that nobody measured
+#
+# Rates follow from run lengths, so they can be predicted for a model that exists only as a `config.json`. Replace the numbers below by yours (a `PoolSpec` from `refimpl/presets.py`: `mha`, `mla`, `mamba`, …; heads are those of one rank). The prediction is that of backend `auto`, from a table of rates by contiguous bytes: this GPU's where `make calibrate` was run, else the committed H200's. The second table says how far to trust it: the same prediction for the pairings that were measured above. The rank of backends is what to take from it; `direct` with many short runs depends most on the host, and is the hardest to predict.
 
 # %%
-table = []
-for model in presets.MODELS:
-    ways = recommend.ways(bench, recommend.rows_of(bench, model, None, layouts))
-    able = recommend.pairs(ways)
-    if able:
-        choice = recommend.choose(able)
-        way, share = choice.taken.least
-        table.append(
-            [model, len({w.pool for w in ways}), choice.taken.layout, choice.taken.backend,
-             f"{choice.taken.fraction.value:.0%}", f"{share:.0%}", f"{way.pool} {way.direction}",
-             len(choice.level) - 1]
-        )  # fmt: skip
-heads = ["model", "pools", "layout", "backend", "of the\nbest pairs", "least", "in", "others\nlevel"]
-if table:
-    book.table(heads, table)
+own = presets.mha(
+    layers=36,  # num_hidden_layers
+    heads=8,  # num_key_value_heads, divided by the tensor-parallel size
+    head_dim=128,
+    dtype=torch.bfloat16,
+    page_size=64,
+)
+print(f"a token takes {book.size(own.page_bytes // own.page_size)} of the host, a page {book.size(own.page_bytes)}\n")
+predicted = {
+    layout: pairings.predicted(own, layout, arguments.nbytes(PAYLOAD)) for layout in book.allowed_layouts(own)
+}
+lines = []
+for layout, by_direction in predicted.items():
+    runs = sorted({move.run for move in book.plan_of(own, layout).moves})
+    rates = [by_direction[d].get(way) for d in book.DIRECTIONS for way in WAYS]
+    lines.append([layout, " + ".join(map(book.size, runs)), *(f"{rate:.1f}" if rate else "-" for rate in rates)])
+heads = [f"{d}\n{way}" if way == "direct" else f"\n{way}" for d in book.DIRECTIONS for way in WAYS]
+book.table(["predicted GB/s", "run", *heads], lines)
+
+# %%
+off = {way: [] for way in WAYS}
+for w in found:
+    if w.backend in WAYS:
+        guess = pairings.predicted(pools[w.pool], w.layout, arguments.nbytes(PAYLOAD))[w.direction][w.backend]
+        off[w.backend].append(guess / w.gb_per_s)
+lines = [
+    [way, len(ratios), f"{statistics.median(ratios):.2f}", f"{min(ratios):.2f}", f"{max(ratios):.2f}"]
+    for way, ratios in off.items()
+    if ratios
+]
+if lines:
+    book.table(["predicted over measured", "pairings", "median", "least", "most"], lines)
 else:
-    lacks("any model as its preset has it")
+    lacks("this model")
 
 # %% [markdown]
+# ## What this does not tell
+#
+# - How much faster a server gets. A load competes with computing and may hide behind it: [08_load_while_computing](08_load_while_computing.ipynb).
+# - How ranks that share a bus or a host's memory slow each other down. One process on one GPU was measured.
+# - What storage behind the host wants. A layout that keeps a page in one piece suits it better, whatever the bus says: [01_layouts](01_layouts.ipynb).
+#
 # ## What was checked
 #
 # Nothing here depends on what a machine reaches. These lines fail where figures are not what the text says they are.
@@ -305,9 +360,9 @@ print("all of it holds")
 # %% [markdown]
 # ## Where to go next
 #
+# - [07_fast_paths](07_fast_paths.ipynb): how the three backends move bytes, and why their curves look as they do.
+# - [08_load_while_computing](08_load_while_computing.ipynb): how much of a load hides behind a model's computing.
+# - [02_transfers](02_transfers.ipynb): where runs come from.
 # - [03_hybrid_stacks](03_hybrid_stacks.ipynb): all pools of a model at once, and who waits for whom.
 # - [05_kl_multiturn](05_kl_multiturn.ipynb): what a model says after its prefix was on the host.
-# - [07_fast_paths](07_fast_paths.ipynb): how the three backends move bytes, and why their curves look as they do.
-# - [08_load_while_computing](08_load_while_computing.ipynb): what of a load hides behind a model's computing.
-# - [02_transfers](02_transfers.ipynb): where runs come from.
-# - `python -m verify.bench.gpu --help`: measure more; `make compare A=… B=…`: set two files side by side.
+# - `python -m verify.bench.gpu --help`: measure more; `make compare A=… B=…`: set two result files side by side.

@@ -9,26 +9,26 @@
 # %% [markdown]
 # # Log-probabilities over turns: zero, or a finding
 #
-# Nobody reads the bytes of a cache. What users see is what the model says after a prefix came back from the host, so engines are tested by that: the log-probability of each token, with the cache and without, and the distance between the two. **A copy either restores every byte or it does not. So the distance need not be small, it can be exactly zero, and whatever is not zero is a finding.**
+# Nobody reads the bytes of a cache. Users see what the model says after a prefix came back from the host, so engines are tested by that: the log-probability of each token with the cache and without it, and the distance (KL divergence) between the two. **A copy either restores every byte or it does not. So the distance does not have to be small. It can be exactly zero, and anything else is a finding.**
 #
 # In short:
 #
-# - Upstream's tests accept a small distance, since its kernels round differently from batch to batch. What they accept has room for real damage.
-# - Small models whose arithmetic does not depend on the batch take the rounding away. Over all of our layouts and backends every log-probability then has the same bits.
-# - With the rounding gone, one wrong sign bit in a whole prefix is seen. Most flipped bits, and some whole pages and layers, would pass upstream's thresholds.
-# - A deviation of Mamba states that was published and never explained is compared with what candidate causes do: which of them can look like that, and which cannot.
+# - Upstream's tests (SGLang's) accept a small distance, because its kernels round differently from batch to batch. The distance that they accept leaves room for real damage.
+# - Small models whose arithmetic does not depend on the batch take the rounding away. With them, every log-probability has the same bits over all of our layouts and backends.
+# - Once the rounding is gone, a single wrong sign bit in a whole prefix is noticed. Most flipped bits, and some whole pages and layers, would pass upstream's thresholds.
+# - A published deviation of Mamba states, never explained, is compared with what several candidate causes do: which of them can look like that, and which cannot.
 #
-# Divergences are computed in this notebook, on a CPU. Rates are not: they are the committed results of an H200.
+# Divergences are computed here, on a CPU. Rates are not: they are the committed results of an H200. To test an engine of your own in this way, see [the last section](#For-your-own-controller).
 #
 # ## What a threshold allows
 #
-# Upstream's estimate for a sample is the mean of `e^r - 1 - r` over its tokens, where `r` is the difference of two log-probabilities; a test passes when the mean over all samples is below a threshold. Here are the thresholds, each beside the small model of ours that is nearest to the tested one, and what they mean: how far off *every* probability may be, or of how many tokens *one* may be off by a factor of e while all others are right.
+# For a sample, upstream's estimate is the mean of `e^r - 1 - r` over its tokens, where `r` is the difference of two log-probabilities; a test passes when the mean over all samples is below a threshold. The table translates thresholds, each beside our small model that is nearest to the tested one: how far off *every* probability may be, or among how many tokens *one* may be off by a factor of e while all others are right.
 
 # %%
 import json
 import math
 import sys
-from itertools import combinations, cycle, product
+from itertools import cycle, product
 from textwrap import fill
 
 sys.path.append("notebooks")  # found there when the notebook runs in the repository's root
@@ -36,80 +36,37 @@ sys.path.append("notebooks")  # found there when the notebook runs in the reposi
 import book
 import divergence
 import torch
+from divergence import scale
 
 from refimpl import LAYOUTS
 from refimpl.controller import Controller
 from refimpl.radix import POLICIES
 from verify.bench import noise
-from verify.bench.gpu import targets
+from verify.bench.gpu import here, targets
 from verify.conformance import faults
 from verify.logprobs import mamba_study, multiturn, tampering, tinymodels
-from verify.logprobs.multiturn import Engine, compare, k3, play, require_exact, rounds_of
+from verify.logprobs.multiturn import Engine, compare, play, require_exact, rounds_of
 
 torch.set_num_threads(1)  # tensors are tiny
 
-TESTED = {
-    "mha": "Qwen3-32B, full attention",
-    "mla": "unless a test says otherwise",
-    "swa": "gpt-oss-20b, windows",
-    "mamba": "Qwen3-Next, states, host tier",
-    "v4": "DeepSeek-V4-Flash, host tier",
-}
-BIT_EXACT = 1e-9  # of upstream's only test with deterministic kernels, a hybrid model
-
-
-def allowed(threshold):
-    """The largest difference that every token may have."""
-    low, high = 0.0, 1.0
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if k3([0.0], [middle]) < threshold else (low, middle)
-    return low
-
-
-rows = []
-for model, threshold in [*tampering.THRESHOLDS.items(), ("", BIT_EXACT)]:
-    every, one_in = math.expm1(allowed(threshold)), math.ceil(k3([0.0], [1.0]) / threshold)
-    rows.append(
-        [TESTED.get(model, "a hybrid, deterministic kernels"), model, f"{threshold:g}", f"{every:.2g}", one_in]
-    )
-heads = [
-    "upstream's test of",
-    "nearest here",
-    "threshold",
-    "every probability\noff by a factor 1 +",
-    "or one token by e,\nof so many",
-]
-book.table(heads, rows)
+heads = ["upstream's test of", "nearest here", "threshold"]
+heads += ["every probability\noff by a factor 1 +", "or one token by e,\nof so many"]
+book.table(heads, divergence.allowed_by_thresholds())
 
 # %% [markdown]
-# The last line shows that upstream itself can do without tolerance where kernels are deterministic. Whoever cannot must ask what else fits below the line.
+# As the last line shows, upstream itself does without tolerance where kernels are deterministic. Everywhere else the question is what else fits below the threshold.
 #
 # ## The scenario
 #
-# The models (`verify/logprobs/tinymodels.py`) read and write the real paged pools of a stack, each kind with the pools of its family: `mha`, `mla`, `swa` (windows with slots of their own), `mamba` (states overwritten in place), `v4` (compressed entries and rings of states). They use only operations that IEEE 754 defines to the last bit, and sum in an order that depends on positions alone. So neither batch, nor chunk, nor device changes a bit; only what is in the pools passes from step to step.
+# The models (`verify/logprobs/tinymodels.py`) read and write the real paged pools of a stack, each kind with the pools of its family: `mha`, `mla`, `swa` (windows with slots of their own), `mamba` (states overwritten in place), `v4` (compressed entries and rings of states). They use only operations that IEEE 754 defines to the last bit, and they sum in an order that depends on positions alone. So neither batch, nor chunk, nor device changes a bit, and nothing passes from step to step except what is in the pools.
 #
-# A small server (`verify/logprobs/multiturn.py`) plays upstream's three scenarios on them: conversations that grow (`turns`), prefixes that are shared and part (`branches`), long answers that are the next prompt (`history`). Between rounds **the device is emptied and overwritten with poison**: what is a hit afterwards was on the host. Every answer says how much of it was cached and how much of that came from the host, and both must be what the scenario makes them. After every call, the tree that finds prefixes is held against its rules (`refimpl/invariants.py`): no slot has two owners, none is lost, and along a prefix what is on the device comes before what is only on the host.
+# A small server (`verify/logprobs/multiturn.py`) plays upstream's three scenarios on them: conversations that grow (`turns`), prefixes that are shared and then part (`branches`), long answers that become the next prompt (`history`). Between rounds **the device is emptied and overwritten with poison**, so what is a hit afterwards was on the host. Every answer says how much of it was cached and how much of that came from the host, and both must be what the scenario makes them. After every call, the tree that finds prefixes is checked against its rules (`refimpl/invariants.py`): no slot has two owners, none is lost, and along a prefix, what is on the device comes before what is only on the host.
 #
-# The next cell plays a set of cells in which any two of model, layout, backend and scenario occur together, write policies in turn (the test suite plays all). Then a picture of the scenarios, with one request of model `mha` a line: a prefix is cached up to its last whole page. Blue came back from the host; grey had come back by then, for another request of the same round.
+# The next cell plays a selection of cells in which any two of model, layout, backend and scenario occur together, with write policies in turn (the test suite plays all). The picture shows the scenarios, one request of model `mha` a line: a prefix is cached up to its last whole page. Dark came back from the host; grey had already come back for another request of the same round.
 
 # %%
 SCENARIOS = ("turns", "branches", "history")
 WAYS = {"torch": "cpu", "numba": "cpu"} | dict.fromkeys(("direct", "kernel", "staged", "auto"), "emulated")
-
-
-def covering(cells):
-    """Few cells with every pair of values that occurs in any."""
-
-    def pairs(cell):
-        return {(i, j, cell[i], cell[j]) for i, j in combinations(range(len(cell)), 2)}
-
-    missing, chosen = set().union(*map(pairs, cells)), []
-    while missing:
-        chosen.append(max(cells, key=lambda cell: len(pairs(cell) & missing)))
-        missing -= pairs(chosen[-1])
-    return chosen
-
 
 tiny = {name: tinymodels.model(name) for name in tinymodels.MODELS}
 possible = [
@@ -118,7 +75,7 @@ possible = [
     if layout in {pair[0] for pair in multiturn.pairs(tiny[name], layout, backend, WAYS[backend]).values()}
 ]
 spread = [(i, SCENARIOS[(i + first) % 3]) for first in range(3) for i in range(len(possible))]
-cells = covering([(*possible[i], scenario) for i, scenario in spread])
+cells = divergence.covering([(*possible[i], scenario) for i, scenario in spread])
 played = {}
 for cell, policy in zip(cells, cycle(POLICIES)):
     name, layout, backend, scenario = cell
@@ -140,6 +97,7 @@ for scenario in SCENARIOS:
 heads = ["scenario", "cells", "requests", "tokens of them", "cached", "of which from\nthe host"]
 book.table(heads, rows)
 
+# %%
 diagram = {
     scenario: [[s.answer for s in found] for found in next(played[c] for c in cells if c[0::3] == ("mha", scenario))]
     for scenario in SCENARIOS
@@ -155,27 +113,20 @@ print("digest of what is drawn:", book.digest(parts))
 # %% [markdown]
 # ## Exactly zero
 #
-# The same cells by model, layout and backend. A mark is a divergence: `0` means that it was zero *and* that every probability of every token had the bits that the model computes without a cache. Its letter is the scenario. A dot was not played here, a dash cannot be built. (A pool that cannot have the layout has `page_first_direct`; `torch` and `numba` run on a CPU, the others are the kernels and streams of a GPU on an emulated device.)
+# The same cells by model, layout and backend. A mark is a divergence: `0` means that it was zero *and* that every probability of every token had the bits that the model computes without a cache. The letter is the scenario. A dot was not played here, a dash cannot be built. (A pool that cannot have the layout has `page_first_direct`; `torch` and `numba` run on a CPU, the others are the kernels and streams of a GPU on an emulated device.)
 #
-# A check that always says zero is no check. The most common way to get there: nothing was ever a hit, so nothing was restored. The last lines are from an engine whose lookups are switched off. What it says is right, and the check must fail all the same.
+# A check that always says zero is no check, and the most common way to get there is that nothing was ever a hit, so nothing was restored. The last lines are from an engine whose lookups are switched off. What it says is right, and the check must fail all the same.
 
 
 # %%
 def mark(name, layout, backend):
     if (name, layout, backend) not in possible:
         return "-"
-    here = [
-        (cell[3], s)
-        for cell, rounds in played.items()
-        if cell[:3] == (name, layout, backend)
-        for found in rounds
-        for s in found
-    ]
-    if not here:
-        return "."
-    worst = max(max(s.kl, abs(s.divergence)) for _, s in here)
-    assert (worst == 0) == all(s.exact for _, s in here)
-    return f"{worst:.2g} " + "".join(sorted({scenario[0] for scenario, _ in here}))
+    letters = {cell[3][0] for cell in played if cell[:3] == (name, layout, backend)}
+    here = [s for cell, rounds in played.items() if cell[:3] == (name, layout, backend) for r in rounds for s in r]
+    worst = max((max(s.kl, abs(s.divergence)) for s in here), default=0)
+    assert (worst == 0) == all(s.exact for s in here)
+    return f"{worst:.2g} {''.join(sorted(letters))}" if here else "."
 
 
 layouts = {name: [n for n in LAYOUTS if any((name, n, backend) in possible for backend in WAYS)] for name in tiny}
@@ -203,38 +154,23 @@ print("the check fails:", refused)
 # %% [markdown]
 # ## And the rate?
 #
-# Upstream reported divergence and layouts together, since a layout is chosen for speed: `page_first_direct` with the copy engine (`direct`) is said to be the faster choice. Divergence does not decide between pairs, all of them are exact. Rates do, and they need a GPU, so these are **the committed H200 results** (`data/results/h200/bench.json`), with the backends of this project: pools of real models in full size, GB/s, beside the divergence of the small model here that has the same kind of pools.
-#
-# The last table is about the claim. For each pool and direction, `page_first_direct` with `direct` is compared with a pair that upstream chose for its staged kernel, `page_first` with `kernel`, and with the fastest pair of all. Rates are called equal when they differ by no more than the same pair does when it is measured again (`verify/bench/noise.py`).
+# Upstream reported divergence together with rates, since a layout is chosen for speed: `page_first_direct` with the copy engine (`direct`) is said to be the faster choice. Divergence does not decide between pairs, because all of them are exact. Rates do, and they need a GPU, so these are **the committed H200 results** (`data/results/h200/bench.json`), with the backends of this project: GB/s by the device's time for pools of real models in full size, beside the largest divergence of the small models here that have a pool of the same kind (a dot: none has).
 
 # %%
-bench = json.loads((book.HERE.parent / "data/results/h200/bench.json").read_text(encoding="utf-8"))
+bench = json.loads(here.committed("bench").read_text(encoding="utf-8"))
 core = [row for row in bench["rows"] if row["portion"] == "core" and targets.measured(row)]
-(session,) = {row["session"] for row in core}
-origin = bench["sessions"][session]["provenance"]
-gpu, commit = origin["gpu"], str(origin["commit"])[:12]
-print(f"{gpu['name']}, driver {gpu['driver']}, commit {commit}, {origin['time'][:10]}")
-ceilings = {}
-for c in bench["sessions"][session]["ceilings"]:
-    if c["payload_bytes"] >= max(ceilings.get(c["direction"], (0, 0))):
-        ceilings[c["direction"]] = c["payload_bytes"], c["gb_per_s"]
-for direction in ("backup", "load"):
-    print(
-        f"ceiling of a {direction}: {ceilings[direction][1]:.1f} GB/s, "
-        f"a memcpy of {book.size(ceilings[direction][0])}"
-    )
-print()
+book.say(here.label(here.committed("bench"), bench))
 
-KINDS = {"llama-3.1-8b": "mha", "deepseek-v3": "mla", "deepseek-v4-flash": "v4", "qwen3-next": "mamba"}
+of_family = {}  # family of pools, layout -> largest KL of the requests above
+for (name, layout, *_), rounds in played.items():
+    worst = max(s.kl for found in rounds for s in found)
+    for family in {spec.family for spec in tiny[name].specs.values()}:
+        of_family[family, layout] = max(worst, of_family.get((family, layout), 0.0))
 rates = divergence.rates(core)
-of_layout = {}  # small model, layout -> KL of its requests above
-for cell, found in played.items():
-    of_layout.setdefault(cell[0], {}).setdefault(cell[1], []).extend(s.kl for answers in found for s in answers)
-largest = {who: {name: max(kls) for name, kls in of_layout[KINDS[who[0]]].items()} for who in rates}
-divergence.show_rates(rates, largest)
+divergence.show_rates(rates, of_family)
 
 # %% [markdown]
-# A run is a piece that is contiguous on both sides in `page_first_direct`. *It* is that layout with `direct`; *kernel* is `page_first` with `kernel`. The upper line of a pool is a backup, the lower one a load.
+# The claim, for each pool and direction: `page_first_direct` with `direct` (*it*) against `page_first` with `kernel`, the pair that upstream chose for its staged kernel, and against the fastest pair of all. Rates are called equal when they differ by no more than the same pair does when it is measured again (`verify/bench/noise.py`). A run is a piece that is contiguous on both sides in `page_first_direct`. The upper line of a pool is a backup, the lower one a load.
 
 # %%
 runs = {(row["case"], row["pool"]): targets.shortest_run(row) for row in core if row["layout"] == "page_first_direct"}
@@ -248,7 +184,7 @@ print(f"\nequal is within {noise.FLOOR:.0%}")
 print(f"against page_first with kernel, {len(verdicts)} pools and directions:")
 print("   ", ", ".join(f"{kind} in {count}" for kind, count in counts.items()))
 print("as fast as the fastest pair:", sum(v["best"] != "slower" for v in verdicts.values()))
-print(f"    runs of {book.size(min(holds))} and more: yes; of {book.size(max(fails))} and less: no")
+print(f"    runs where it is: {divergence.lengths(holds)}; runs where it is not: {divergence.lengths(fails)}")
 ratios = [
     found[divergence.CLAIMED] / found[divergence.OTHER]
     for by_direction in rates.values()
@@ -260,46 +196,18 @@ print(
 )
 
 # %% [markdown]
-# **So on this device the claim is true of pools, not of models.** Where runs are long in `page_first_direct`, the copy engine is as fast as the bus, and equal to a kernel or a little ahead. For the small rows of a compressed model it is far behind, in both directions. One pair for a whole stack is the wrong question; each pool may have its own.
+# **So on this device the claim is true of pools, not of models.** Where runs are long in `page_first_direct`, the copy engine is as fast as the bus, and equal to a kernel or a little ahead. For the small rows of a compressed model it is far behind. One pair for a whole stack is the wrong question; each pool may have its own.
 #
 # ## What would pass
 #
-# Now something is damaged on the host, in every prefix just before it is loaded back, and as little as such a fault can damage: one sign bit; one page that holds what another holds; a state that is a step late; two layers that change places. For each pool of each model, the divergence that it causes, over requests of `history`; and upstream's verdict at the threshold of the nearest test. In the picture a mark is a fault; what is to the left of the black lines would pass.
+# Now something on the host is damaged, in every prefix just before it is loaded back, and only as much as such a fault has to damage: one sign bit; one page that holds what another holds; a state that is one step late; two layers that change places. For each pool of each model you see the divergence that this causes, over requests of `history`, and upstream's verdict at the threshold of the nearest test. In the picture a mark is a fault; marks to the left of the black lines would pass.
 #
-# **How large a fault is says little of what it does.** A bit of a recurrent state, which every later token builds on, does more than a whole stale page of another pool. Only the rows without a fault are at zero.
+# **The size of a fault says little about its effect.** One bit of a recurrent state, which every later token builds on, does more than a whole stale page of another pool. Only the rows without a fault are at zero.
 
 # %%
 found = tampering.sensitivity()
-rows = []
-for f in found:
-    verdict = "passes" if f.passes else "fails"
-    if f.fault == "none":
-        rows.append(
-            [
-                f.model,
-                "none",
-                "",
-                "0" if f.kl == 0 else f"{f.kl:.1e}",
-                "0",
-                f"{tampering.THRESHOLDS[f.model]:g}",
-                verdict,
-                "exact",
-            ]
-        )
-        continue
-    texts = [f"{f.kl:.1e}", f"{f.worst:.2g}", f"{tampering.THRESHOLDS[f.model]:g}", verdict]
-    rows.append(["", f.fault, f.where, *texts, "exact" if f.exact else "differs"])
-heads = [
-    "model",
-    "fault",
-    "in",
-    "KL",
-    "largest change of a\nlog-probability",
-    "upstream's\nthreshold",
-    "upstream's\ntest",
-    "bits",
-]
-book.table(heads, rows)
+heads = ["model", "fault", "in", "KL", "largest change of a\nlog-probability", "upstream's\nthreshold"]
+book.table([*heads, "upstream's\ntest", "bits"], divergence.sensitivity_rows(found))
 
 damaged = [f for f in found if f.fault != "none"]
 print()
@@ -316,90 +224,46 @@ print(
 # %% [markdown]
 # ## A deviation nobody explained
 #
-# In June 2026 a change of SGLang (pull request 28434) moved its test of a Mamba hybrid to a staged kernel. The test had passed in every run; now it failed in every run. It was moved back to the copy engine, and the cause was never published. A copy cannot be wrong "by a little": either bytes are wrong or they are of another time. So candidates can be built in, one at a time, in the small Mamba hybrid that is exact without them, and each leaves a **signature**: which part of the requests is hit, how far those that are hit deviate, and how soon that fades behind the prefix.
+# In June 2026 a change to SGLang (pull request 28434) moved its test of a Mamba hybrid to a staged kernel. The test had passed in every run; now it failed in every run. It was moved back to the copy engine, and the cause was never published. A copy cannot be wrong "by a little": either bytes are wrong, or they are right but of another time. So candidate causes can be built, one at a time, into the small Mamba hybrid that is exact without them. Each leaves a **signature**: what share of the requests is hit, how far those deviate, and how soon that fades behind the prefix.
 #
-# Two readings of a mean follow. Some faults sit in every copy, so the mean is what they do. Others are races: timing decides how many requests they hit, so any mean up to that of a request that is hit can come out, but whether *every* run fails then depends on how many are hit. What was to be explained is the rise, the published figures after the change less those before.
+# A mean can be read in two ways. Some faults are in every copy, so the mean is simply what they do. Others are races: timing decides how many requests they hit, so any mean up to that of a request that is hit can come out, but whether *every* run fails then depends on how many are hit. To be explained is the rise: the published figures after the change, less those before.
 #
-# In the picture, on the left, are the divergence of requests that are hit (filled) and the mean over all (hollow), beside the published figures. The small model's scale need not be the real one's, so look at who is where relative to whom. On the right: how far log-probabilities are off near the prefix and further behind. **A state that is nearly right, a step off or in part, is forgotten soon; somebody else's state is not.**
+# The left picture has the divergence of requests that are hit (filled) and the mean over all (hollow), beside the published figures. The small model's scale need not be the real one's, so compare positions rather than values. The right picture shows how far log-probabilities are off near the prefix and further behind it. **A state that is nearly right, a step off or partly old, is forgotten soon; somebody else's state is not.**
 #
-# In the table, `log-prob.` is the mean change of a log-probability in the first tokens behind the prefix, and further behind it. A fault that *all* copies have needs no luck; of the others, the races, it says how many of the samples they must hit to make the published rise.
+# In the table, `log-prob.` is the mean change of a log-probability in the first tokens behind the prefix, and further behind it. A fault that *all* copies have needs no luck; for the others, the races, the table says how many of the samples they must hit to make the published rise.
 #
-# (Upstream draws its samples with the cache and judges them without; here it is the other way round, so `r` has the other sign: small deviations give the same figure, large ones another.)
+# (Upstream draws its samples with the cache and judges them without it. Here it is the other way round, so `r` has the opposite sign: small deviations give the same figure, large ones a different one.)
 
 # %%
-BEFORE, AFTER = mamba_study.BEFORE, mamba_study.AFTER
-RISE = AFTER[0] - BEFORE[1], AFTER[1] - BEFORE[0]
-RUNS, SAMPLES = 5, 18  # published: so many runs before and after, each of so many samples
 LATER = {34184: "0.0024 to 0.0027", 29792: "0.00009"}  # another conv window in the checkpoint; another slot
-LUCK = 0.05  # a chance below this is called unlikely
-EVERY_COPY = ("strided slots read as packed", "parts of different steps", "wrong width")
-
 study = mamba_study.study(orders=5)
-least_share = 1 - (1 - LUCK ** (1 / RUNS)) ** (
-    1 / SAMPLES
-)  # hit so that all runs are likely to have a sample that is
-
-
-def scale(s):
-    """By what factor the real model would have to be more tolerant (> 1) or less (< 1) than the small one."""
-    share = 1 if s.candidate in EVERY_COPY else least_share
-    if s.kl_of_hit * share > RISE[1]:
-        return s.kl_of_hit * share / RISE[1]
-    return min(s.kl_of_hit / RISE[0], 1.0)
-
-
-def told(s):
-    """What is shown of a variant."""
-    if not s.hit:
-        return [s.variant, "0%", "0", "-", "-", "-", "-"]
-    share = mamba_study.part_hit(s, RISE)
-    between = "more than all" if share is None else f"{share[0]:.1%} to {share[1]:.1%}"
-    needed = "all" if s.candidate in EVERY_COPY else between
-    return [
-        s.variant,
-        f"{s.hit:.0%}",
-        f"{s.kl_of_hit:.2g}",
-        f"{s.near:.2f}",
-        f"{s.far:.2f}",
-        needed,
-        f"{scale(s):.1f}",
-    ]
-
-
 variants = {}
 for s in study:
     variants.setdefault(s.candidate, []).append(s)
 (nothing,) = variants["none"]
-before, after, rise = (" to ".join(f"{x:.4f}" for x in pair) for pair in (BEFORE, AFTER, RISE))
+published = mamba_study.BEFORE, mamba_study.AFTER, divergence.RISE
+before, after, rise = (" to ".join(f"{x:.4f}" for x in pair) for pair in published)
 later = "; ".join(f"issue {number} alone, {figures}" for number, figures in LATER.items())
 book.say(
     f"- published: {before} before, {after} after; rise {rise}",
     f"- found later in states of another hybrid, one with bit-exact kernels: {later}",
-    f"- a race must hit {least_share:.1%} of the samples, "
-    f"or it is unlikely that all {RUNS} runs of {SAMPLES} have one",
+    f"- a race must hit {divergence.LEAST_SHARE:.1%} of the samples, or it is unlikely (below {divergence.LUCK:.0%}) "
+    f"that all {divergence.RUNS} runs of {divergence.SAMPLES} samples have one",
 )
-heads = [
-    "candidate",
-    "variant",
-    "hit\nhere",
-    "KL of\nthose",
-    f"log-prob.,\nfirst {mamba_study.NEAR}",
-    f"after\n{mamba_study.FAR}",
-    "to be hit\nfor the rise",
-    "scale to\nbe off by",
-]
+heads = ["candidate", "variant", "hit\nhere", "KL of\nthose", f"log-prob.,\nfirst {mamba_study.NEAR}"]
+heads += [f"after\n{mamba_study.FAR}", "to be hit\nfor the rise", "scale to\nbe off by"]
 rows = [
-    [fill(name, 18), *("\n".join(column) for column in zip(*map(told, mine), strict=True))]
+    [fill(name, 18), *("\n".join(column) for column in zip(*map(divergence.told, mine), strict=True))]
     for name, mine in variants.items()
 ]
 book.table(heads, rows)
 hit = [s for s in study if s.hit]
 drawn = [(s.candidate, s.variant, *(f"{x:.2g}" for x in (s.hit, s.kl, s.kl_of_hit, s.near, s.far))) for s in study]
-divergence.draw_study(study, BEFORE, AFTER)
+divergence.draw_study(study)
 print("digest of what is drawn:", book.digest(drawn))
 
 # %% [markdown]
-# What follows from that, computed from the rows above. A *scale* of 1 means that the figures come out as they are in the small model; otherwise the real model would have to be so many times as tolerant. It has other weights and many more layers, so a factor of a few says little. A factor of ten or more is held against a candidate.
+# What follows, computed from the rows above. A *scale* of 1 means that the published figures come out as they are in the small model; otherwise the real model would have to be that many times as tolerant. It has other weights and many more layers, so a factor of a few says little. A factor of ten or more counts against a candidate.
 
 # %%
 FEW, MANY = 4.0, 10.0
@@ -428,8 +292,8 @@ book.say(
 )
 
 orders = [s for s in study if s.candidate == "staging reused"]
-most = max(mamba_study.part_hit(s, RISE)[1] for s in orders if s.hit)
-chance = (1 - (1 - most) ** SAMPLES) ** RUNS
+most = max(mamba_study.part_hit(s, divergence.RISE)[1] for s in orders if s.hit)
+chance = (1 - (1 - most) ** divergence.SAMPLES) ** divergence.RUNS
 clean = sum(not s.hit for s in orders)
 book.say(
     f"*Staging reused*: no request is hit in {clean} of {len(orders)} orders; where some are, they are hit hard. "
@@ -438,11 +302,18 @@ book.say(
 print(f"without a fault: {nothing.hit:.0%} of the requests differ, KL {nothing.kl:g}")
 
 # %% [markdown]
-# **So the published means do not point at one cause.** They rule out little more than a wrong slot in every copy. What can look like them are states that are nearly right: of another step, in part, or copied before they had arrived or after they were overwritten; races between a copy and a model that overwrites its states in place are among them, and a copy path with other timing could uncover one that was there before. A staging buffer that is used too early would more likely have shown as a run that now passes and now fails badly. None of this says what happened. What would have told is what a mean hides: the divergence by sample, and by distance from the prefix. Nor must all of what was measured before the change have been rounding: a fault that was found later gives nearly as much where there is no rounding. And a staged copy as such need not deviate at all: `mamba` with `staged` is among the exact cells above.
+# **So the published means do not point at one cause.** They rule out little more than a wrong slot in every copy.
+#
+# - What can look like them are states that are nearly right: of another step, partly old, or copied before they had arrived or after they were overwritten. Races between a copy and a model that overwrites its states in place are among these, and a copy path with different timing could uncover one that was there before.
+# - A staging buffer that is reused too early would more likely have shown as a test that sometimes passes and sometimes fails badly.
+# - Not all of what was measured before the change must have been rounding: a fault that was found later gives nearly as much where there is no rounding.
+# - A staged copy as such need not deviate at all: `mamba` with `staged` is among the exact cells above.
+#
+# None of this says what happened. What would have told is what a mean hides: the divergence by sample, and by distance from the prefix.
 #
 # ## For your own controller
 #
-# The engine takes any class with the interface of `refimpl.controller.Controller`, and any stack. Below, the right one, and one that takes a state for loaded when its first layer is (SGLang's issue 36743; [03_hybrid_stacks](03_hybrid_stacks.ipynb) looks at its bytes), each in a few orders of the streams. A wait that is missing does no harm as long as nothing happens to be late, so play more than one order.
+# The engine takes any class with the interface of `refimpl.controller.Controller`, and any stack. Below are the right one and one that treats a state as loaded when its first layer is (SGLang's issue 36743; [03_hybrid_stacks](03_hybrid_stacks.ipynb) looks at its bytes), each in a few orders of the streams. A missing wait does no harm as long as nothing happens to be late, so play more than one order.
 
 # %%
 ORDERS = 4
@@ -458,7 +329,7 @@ for make in (Controller, faults.WaitsForTheFirstLayerOfAState):
     print(f"{make.__name__}: wrong in {wrong[make]} of {ORDERS} orders; largest KL of a request: {shown}")
 
 # %% [markdown]
-# For an engine of your own, three things matter more than the models. Make the model deterministic, so that zero is the threshold. Assert that tokens were cached *and* that they came from the host. And break something on purpose: a check that never failed has shown nothing yet.
+# For an engine of your own, three things matter more than the choice of models. Make the model deterministic, so that the threshold can be zero. Assert that tokens were cached *and* that they came from the host. And break something on purpose: a check that has never failed has shown nothing yet.
 #
 # ## What was shown
 #
@@ -477,8 +348,8 @@ assert sum(f.passes for f in bits) > len(bits) / 2, "most flipped bits would pas
 assert any(f.passes for f in damaged if f.fault == "a stale page")
 assert any(f.passes for f in swaps)
 assert max(f.kl for f in bits) > min(f.kl for f in damaged if f.fault == "a stale page")
-assert min(f.kl for f in damaged) > 100 * BIT_EXACT
-assert min(holds) > max(fails), "long runs and short ones"
+assert min(f.kl for f in damaged) > 100 * divergence.BIT_EXACT
+assert max(holds) > max(fails, default=0) > min(fails, default=0), "it is the longest runs for which the claim holds"
 assert counts["slower"] > 0 < counts["faster"], "the claim depends on the pool"
 assert nothing.hit == nothing.kl == 0
 assert "strided slots read as packed" in groups["cannot, unless the real model is far more tolerant"]
@@ -489,7 +360,7 @@ assert (
     > 2
     > max(fades[n] for n in ("staging reused", "strided slots read as packed"))
 )
-assert chance < LUCK
+assert chance < divergence.LUCK
 assert wrong[Controller] == 0 < wrong[faults.WaitsForTheFirstLayerOfAState]
 print("all claims hold")
 

@@ -9,15 +9,15 @@
 # %% [markdown]
 # # Loading while computing
 #
-# A prompt that was seen before has its prefix in host memory. Bringing it back takes the bus some time, computing the new tokens takes the model some time, and a layer needs only its own rows. **So a step can compute one layer while the next is on the bus; at best it takes as long as the slower of the two, not as long as both.** This notebook shows when that comes true, and when it does not.
+# A prompt that was seen before has its prefix in host memory. Bringing it back takes time on the bus, computing the new tokens takes time in the model, and each layer needs only its own rows. **So a step can compute one layer while the next is on the bus. At best it takes as long as the slower of the two, not as long as both.** This notebook shows when that works, and when it does not.
 #
 # In short:
 #
-# - Whether the bus hides behind the model is a race in every layer: bytes of the prefix against work for new tokens. A pipeline of two stages predicts who wins, and how long the step takes.
-# - A layout and a backend matter in three ways: how fast a layer loads, how long the host describes before the model may begin, and how much the model is held up meanwhile.
-# - Where nothing can hide, loading is still far cheaper than computing a long prefix again. For a short one it is not; the last part says from which length on.
+# - Whether a load hides behind the model is decided by one ratio: the time to compute a layer for the new tokens over the time to load it for the prefix. A two-stage pipeline predicts how long the step takes.
+# - Layout and backend matter in three ways: how fast a layer loads, how long the host is busy before the model may begin, and how much the transfer slows the model down.
+# - Where nothing can hide, loading a long prefix is still far cheaper than computing it again. For a short one it is not; the last part says from which length on.
 #
-# With a GPU, running all cells measures *this* machine first, in about two minutes. Without one, the committed results of an H200 are shown.
+# The answer for each model comes first. With a GPU, running all cells begins by measuring *this* machine, in about two minutes. Without one, the committed results of an H200 are shown. What is measured is fixed in `verify/bench/gpu/overlap/cases.py`: a model of your own is a `Shape` there.
 
 # %%
 import os
@@ -30,6 +30,7 @@ RESULTS = os.environ.get("RESULTS") or ""  # a result file; "committed"; "": mea
 # %%
 import statistics
 from collections import Counter
+from textwrap import fill
 
 import book
 import loading
@@ -42,7 +43,26 @@ book.say(here.label(path, results))
 ways = report.ways(results)
 counts = Counter(way.row["model"] for way in ways)
 models = [model for model, _ in counts.most_common()]  # the one with most cells first
+served = list(report.served(results))
+best = loading.fastest_of_rows(results["rows"], ways)
 
+rows = []
+for model in models:
+    name, mean, worst = loading.ranking(ways, model)[0]
+    gain = max(gain for row, *_, gain in best if row["model"] == model)
+    pays = [s for s in served if s.model == model]
+    longest = [f"{s.recomputed[-1] / s.loaded[-1][1]:.1f} × at {s.loaded[-1][0]:,} + {s.new_tokens:,}" for s in pays]
+    begins = [f"{loading.pays_from(s)} (+ {s.new_tokens:,})" for s in pays]
+    figures = f"{mean:.2f}, {worst:.2f}", f"{gain:.0%}"
+    rows.append([model, name.replace(", ", "\n"), *figures, "\n".join(begins) or "-", "\n".join(longest) or "-"])
+heads = ["model", "way", "over the\nfastest", "by layer\nsaves", "loading pays from\n(+ new tokens)"]
+heads += ["faster than to\ncompute again"]
+book.table(heads, rows)
+
+# %% [markdown]
+# *Way* is the layout and backend that cost least when loaded layer by layer; *over the fastest* is how much longer their steps take than the fastest of each row, on average and at worst. *By layer saves* is the most that loading by layer saves, compared with loading everything first. The last two columns compare with forgetting the prefix and computing it again. The models, and what was measured of each:
+
+# %%
 rows = []
 for model in models:
     mine = [row for row in results["rows"] if row["model"] == model]
@@ -51,7 +71,7 @@ for model in models:
     prefixes = ", ".join(f"{n:,}" for n in sorted({row["prefix_tokens"] for row in mine}))
     new = ", ".join(f"{n:,}" for n in sorted({row["new_tokens"] for row in mine}))
     sizes = shape["hidden"], shape["heads"], shape["intermediate"]
-    rows.append([model, row["layers"], *sizes, row["page_size"], book.size(a_token), prefixes, new])
+    rows.append([model, row["layers"], *sizes, row["page_size"], book.size(a_token), fill(prefixes, 20), new])
 heads = ["model", "layers", "hidden", "query\nheads", "MLP", "tokens\na page", "a token's\nrows"]
 heads += ["prefixes", "new tokens"]
 book.table(heads, rows)
@@ -66,21 +86,20 @@ quartiles = [
     for timeline in (way.cell["layerwise"], way.cell["all_first"], way.row["resident"])
     for low, high in [timeline["timing"]["quartiles_s"]]
 ]
-print(f"from quartile to quartile, half of all timed steps spread no more than {statistics.median(quartiles):.1%}")
+print(f"between quartiles, half of all timed steps vary by no more than {statistics.median(quartiles):.1%}")
 
 # %% [markdown]
-# What is timed is a prefill in bfloat16 of some new tokens after a prefix, on one GPU, from the first call on the host until the last layer's output is there. Layers are real ones: normalisation, projections, attention over prefix and new tokens by torch's `scaled_dot_product_attention`, a gated MLP. Weights are random. Left out are rotary embeddings, what ranks send each other, embedding and sampling. `deepseek-v3` is one of eight ranks: heads and MLP are shared out, latent rows are not, and its MLP is as wide as the experts that a token meets. An engine's attention kernels may be faster than torch's; then there is less to hide behind.
+# What is timed is a prefill in bfloat16 of some new tokens after a prefix, on one GPU, from the first call on the host until the last layer's output is there. The layers do real work: normalisation, projections, attention over prefix and new tokens by torch's `scaled_dot_product_attention`, a gated MLP. Weights are random. Left out are rotary embeddings, communication between ranks, embedding and sampling. `deepseek-v3` is one of eight ranks: heads and MLP are shared out, latent rows are not, and its MLP is as wide as the experts that one token meets. An engine's attention kernels may be faster than torch's; then there is less to hide behind.
 #
-# Loads go through `refimpl.controller.Controller` in earnest. Before each step the prefix on the device is overwritten, and afterwards the output must equal that with a resident prefix, bit for bit; so a step that did not wait for a layer is not in these figures. Three kinds of steps:
+# Loads go through `refimpl.controller.Controller`, as they would in a server. Before each step the prefix on the device is overwritten, and afterwards the output must equal that of a resident prefix, bit for bit. A step that did not wait for a layer would not be among these figures. There are three kinds of steps:
 #
-# - **resident**: the prefix is on the device already. What cannot be avoided.
+# - **resident**: the prefix is on the device already. This is what cannot be avoided.
 # - **by layer**: `start_loading`, then `wait_until(layer)` before each layer.
 # - **all first**: one transfer of all layers, then the model.
 #
 # ## One step in pictures
 #
-# Below is one step, loaded in each way. Upper lane: when layers arrive. Lower lane: when they are computed; a gap there is the model waiting.
-
+# One step, loaded in each way. The upper lane shows when layers arrive, the lower one when they are computed; a gap there is the model waiting. The bar before the first layer is not all bus: until the dotted line the host is still submitting the load.
 
 # %%
 def lanes(way, kind):
@@ -92,25 +111,32 @@ def lanes(way, kind):
     return loading.Lanes(f"{way.name}, {kind}: {total:.1f} ms", loads, computes, 1e3 * timeline["submitted_s"])
 
 
-def chosen(model, prefix, new):
-    wanted = model, prefix, new
-    return [w for w in ways if (w.row["model"], w.row["prefix_tokens"], w.row["new_tokens"]) == wanted]
-
-
-EXAMPLE = (models[0], 8192, 512)
-example = [way for way in chosen(*EXAMPLE) if way.cell["backend"] != "auto"]  # it is one of the others
+of_first = [row for row in results["rows"] if row["model"] == models[0]]
+wanted = [row for row in of_first if (row["prefix_tokens"], row["new_tokens"]) == (8192, 512)]
+step = (wanted or of_first)[0]
+example = [way for way in ways if way.row is step and way.cell["backend"] != "auto"]  # it is one of the others
 first = example[0]
 drawn = [lanes(first, "all first"), *(lanes(way, "by layer") for way in example)]
 loading.draw_steps(drawn)
-print(f"{EXAMPLE[0]}, {EXAMPLE[2]} new tokens after {EXAMPLE[1]:,}: resident {1e3 * first.resident_s:.1f} ms")
+print(f"{models[0]}, {step['new_tokens']:,} new tokens after {step['prefix_tokens']:,}")
 print("digest of what is drawn:", book.digest([(d.title, d.loads, d.computes) for d in drawn]))
 
 # %% [markdown]
-# The dotted line is the host: it submits the whole load before the model's first layer. So `direct`, which needs a descriptor for each run, starts the model late, and so does `staged` by layer, which starts its pipeline anew for each. `kernel` is described quickly, but its threads hold up the model's: the boxes below it are longer while layers are on the bus, and shorter again afterwards.
+# The host submits the whole load before the model's first layer. So `direct`, which needs a descriptor for each run, starts the model late, and so does `staged` by layer, which starts its pipeline anew for each layer. `kernel` is submitted quickly, but its threads slow the model's down: compare its lower boxes while layers are on the bus with those after. Where a page keeps its layers interleaved (`page_first`), `staged` has no choice: every layer would take the whole page across the bus, so all layers arrive together and nothing can hide.
 #
+# The same step in milliseconds. *load* is the load by layer alone; *host* is when the host had submitted it; *hidden* is the share of the load that the step did not wait for; *slowed* is how much longer the layers took to compute while others were loaded.
+
+# %%
+lines = []
+for way in [way for way in ways if way.row is step]:
+    seconds = way.loading_s, way.submitted_s, way.resident_s, way.by_layer_s, way.all_first_s
+    lines.append([way.name, *(f"{1e3 * s:.1f}" for s in seconds), f"{way.hidden:.0%}", f"{way.slowdown:+.0%}"])
+book.table(["layout, backend", "load", "host", "resident", "by layer", "all first", "hidden", "slowed"], lines)
+
+# %% [markdown]
 # ## When the bus hides
 #
-# A layer is done when the one before it is done *and* it has arrived, whichever is later, and its own computing has passed. That is the whole prediction (`pipeline.finishes`):
+# A layer can begin when the one before it is done *and* its own rows have arrived, whichever is later. That is the whole prediction (`pipeline.finishes`):
 #
 #     finished[layer] = max(finished[layer - 1], arrived[layer]) + compute[layer]
 #
@@ -123,38 +149,24 @@ marks = [loading.Mark(way.cell["backend"], way.cell["by_layer"], way.ratio, 100 
 curve = report.predicted_curve(results["rows"][-1]["layers"])
 loading.draw_hidden(marks, [(ratio, 100 * share) for ratio, share in curve])
 print("digest of what is drawn:", book.digest([(m.backend, round(m.ratio, 4), round(m.hidden, 2)) for m in marks]))
-for name, slow in (("the bus is the slower one", True), ("the model is the slower one", False)):
+print(f"prefixes of {NOTHING_TO_HIDE:,} tokens and more; of what could be hidden, half of the steps hide at least:")
+for name, slow in (("bus is the slower one", True), ("model is the slower one", False)):
     side = [way for way in long_enough if way.cell["by_layer"] and (way.ratio < 1) == slow]
     if side:
         reached = [way.hidden / min(way.ratio, 1) for way in side]
-        print(
-            f"{name}, layers arrive one by one: {statistics.median(reached):.0%} of what could be hidden is (median)"
-        )
+        print(f"    where the {name} and layers arrive one by one: {statistics.median(reached):.0%}")
 
 # %% [markdown]
-# At the top, a step takes no longer than with a resident prefix; at zero, as long as if it had loaded first and computed then; below, even longer. The line is the prediction. Marks lie on it where loading is the slower stage by far; elsewhere they fall short by what the host takes to submit the load, and by what the two stages take from each other.
+# At 100 a step takes no longer than with a resident prefix; at 0, as long as loading first and computing then; below 0, even longer. Marks fall short of the line by what the host takes to submit the load, and by what the two stages take from each other.
 #
-# The same as a table, in milliseconds. `load` is the load by layer alone; `host` is when the host had submitted it; `hidden` is the share of it that the step did not wait for; `held up` is how much longer the layers took to compute while others were loaded.
+# How far to trust single marks: a step that loads everything first should take no longer than a load and a resident step, one after the other. Where it does, something disturbed the machine, and the step by layer beside it says little.
 
 # %%
-for model in models:
-    lines = []
-    for way in ways:
-        if way.row["model"] != model:
-            continue
-        tokens = f"{way.row['prefix_tokens']:,} + {way.row['new_tokens']:,}"
-        seconds = way.loading_s, way.submitted_s, way.resident_s, way.by_layer_s, way.all_first_s
-        shares = f"{way.hidden:.0%}", f"{way.slowdown:+.0%}"
-        lines.append([tokens, way.name, *(f"{1e3 * s:.1f}" for s in seconds), *shares])
-    print(f"{model}:")
-    heads = ["tokens", "layout, backend", "load", "host", "resident", "by layer", "all first", "hidden", "held up"]
-    book.table(heads, lines)
-    print()
-
-# %% [markdown]
-# A load by layer moves pieces of one layer; a load of all layers may move whole pages. Where a page keeps its layers interleaved (`page_first`), `staged` has no choice: every layer would take the whole page across the bus, so all layers arrive together and nothing can hide.
-
-# %%
+DISTURBED = 1.1
+disturbed = [way for way in ways if way.all_first_s > DISTURBED * (way.resident_s + way.loading_s)]
+print(f"all first, more than {DISTURBED - 1:.0%} above load + resident: {len(disturbed)} of {len(ways)} steps")
+for way in disturbed:
+    print(f"    {way.row['model']}, {way.row['prefix_tokens']:,} + {way.row['new_tokens']:,}: {way.name}")
 fewest = min(way.row["new_tokens"] for way in ways)
 for model in models:
     mine = [way for way in ways if (way.row["model"], way.row["new_tokens"]) == (model, fewest)]
@@ -165,36 +177,29 @@ for model in models:
         print(f"{model}, {fewest} new tokens, prefix resident: {span}")
 
 # %% [markdown]
-# A step that hardly grows with its prefix is one in which the GPU waits for the host to submit kernel after kernel. Engines replay CUDA graphs for that, which these steps do not: with few new tokens there is then even less to hide behind.
+# The last lines are a second caution. A step that hardly grows with its prefix is one in which the GPU waits for the host to submit kernel after kernel. Engines replay CUDA graphs to avoid that, and these steps do not: with few new tokens, a real engine has even less to hide behind.
 #
 # ## By layer, or all first?
 #
-# What layer-wise loading gains over one transfer of everything, for the way that is fastest in each row:
+# What loading by layer gains over one transfer of everything, each in the way that is fastest in that row:
 
 # %%
-lines, gains = [], {}
-for row in results["rows"]:
-    mine = [way for way in ways if way.row is row]
-    if not mine:
-        continue
-    by_layer, at_once = min(mine, key=lambda w: w.by_layer_s), min(mine, key=lambda w: w.all_first_s)
-    gain = gains[row["model"], row["prefix_tokens"], row["new_tokens"]] = (
-        1 - by_layer.by_layer_s / at_once.all_first_s
-    )
+lines = []
+for row, by_layer, at_once, gain in best:
     tokens = f"{row['prefix_tokens']:,} + {row['new_tokens']:,}"
     sides = by_layer.name, f"{1e3 * by_layer.by_layer_s:.1f}", at_once.name, f"{1e3 * at_once.all_first_s:.1f}"
     lines.append([row["model"], tokens, *sides, f"{gain:+.0%}"])
 book.table(["model", "tokens", "fastest by layer", "ms", "fastest all first", "ms", "gain"], lines)
-most = max(gains, key=gains.__getitem__)
-behind = [key for key, gain in gains.items() if gain < 0]
-print(f"\nthe most: {gains[most]:.0%} of {most[0]}, {most[2]} new tokens after {most[1]:,}")
-print(f"rows in which all first is faster: {len(behind)} of {len(gains)}", end="")
-print(f", with prefixes of {max(key[1] for key in behind):,} tokens at most" if behind else "")
+most, *_, gain = max(best, key=lambda one: one[-1])
+behind = [row["prefix_tokens"] for row, *_, lost in best if lost < 0]
+print(f"\nthe most: {gain:.0%}, {most['model']}, {most['new_tokens']:,} new tokens after {most['prefix_tokens']:,}")
+print(f"rows in which all first is faster: {len(behind)} of {len(best)}", end="")
+print(f", with prefixes of {max(behind):,} tokens at most" if behind else "")
 
 # %% [markdown]
 # ## How good is the prediction?
 #
-# It is given a load alone (when each layer arrived), a resident step alone (how long each layer computed) and the host's time, and asked for the step in which both happen. The second line knows less: four numbers, as if all layers were alike (`pipeline.Pace`), and nothing of the host.
+# The prediction is given a load alone (when each layer arrived), a resident step alone (how long each layer computed) and the host's time, and asked for the step in which both happen. The second line knows less: four numbers, as if all layers were alike (`pipeline.Pace`), and nothing of the host.
 
 # %%
 errors = {
@@ -216,10 +221,10 @@ for way in farthest:
     tokens = f"{way.row['prefix_tokens']:,} + {way.row['new_tokens']:,}"
     both = (f"{1e3 * s:.2f}" for s in (way.predicted_s, way.by_layer_s))
     lines.append([way.row["model"], tokens, way.name, *both, f"{way.slowdown:+.0%}"])
-book.table(["model", "tokens", "layout, backend", "predicted\nms", "measured\nms", "held up"], lines)
+book.table(["model", "tokens", "layout, backend", "predicted\nms", "measured\nms", "slowed"], lines)
 
 # %% [markdown]
-# What the prediction leaves out is that the two stages disturb each other. A kernel that reads host memory takes a few multiprocessors from the model, a copy engine takes only bandwidth of device memory. By backend, of steps that compute long enough to tell (the host is no bottleneck there):
+# What the prediction leaves out is that the two stages disturb each other. A kernel that reads host memory occupies a few multiprocessors; a copy engine takes only bandwidth of device memory. By backend, over steps that compute long enough for the host not to be the bottleneck:
 
 # %%
 lines = []
@@ -227,20 +232,19 @@ for backend in loading.BACKENDS:
     of = [way for way in long_enough if way.cell["backend"] == backend and way.row["new_tokens"] > fewest]
     of = [way for way in of if way.cell["by_layer"]]
     if of:
-        held, host = sorted(way.slowdown for way in of), sorted(1e3 * way.submitted_s for way in of)
-        spans = f"{held[0]:+.0%} … {held[-1]:+.0%}", f"{host[0]:.1f} … {host[-1]:.1f}"
-        lines.append([backend, len(of), f"{statistics.median(held):+.0%}", *spans])
-book.table(["backend", "steps", "model held up\nmedian", "least … most", "host submits,\nms"], lines)
+        slowed, host = sorted(way.slowdown for way in of), sorted(1e3 * way.submitted_s for way in of)
+        spans = f"{slowed[0]:+.0%} … {slowed[-1]:+.0%}", f"{host[0]:.1f} … {host[-1]:.1f}"
+        lines.append([backend, len(of), f"{statistics.median(slowed):+.0%}", *spans])
+book.table(["backend", "steps", "model slowed\nmedian", "least … most", "host submits,\nms"], lines)
 
 # %% [markdown]
-# So there are two currencies: `kernel` pays in the model's time, `direct` and `staged` pay in the host's. Which is dearer depends on how many descriptors a prefix needs and on how long the model computes.
+# So there are two currencies: `kernel` is paid for in the model's time, `direct` and `staged` in the host's. Which is dearer depends on how many descriptors a prefix needs and on how long the model computes.
 #
 # ## Or compute it again?
 #
-# The alternative to any load is to forget the prefix and to compute it again together with the new tokens. Time to the first token of both, each prefix loaded in the way that was fastest for it; points between those measured lie on straight lines.
+# The alternative to any load is to forget the prefix and compute it again together with the new tokens. Time to the first token of both, with each prefix loaded in the way that was fastest for it. Between measured points, straight lines are assumed.
 
 # %%
-found = list(report.served(results))
 panels = [
     loading.Curves(
         f"{s.model}, {s.new_tokens} new",
@@ -248,23 +252,25 @@ panels = [
         [(tokens, 1e3 * seconds) for (tokens, _), seconds in zip(s.loaded, s.recomputed, strict=True)],
         s.break_even,
     )
-    for s in found
+    for s in served
 ]
-loading.draw_first_token(panels)
+if panels:
+    loading.draw_first_token(panels)
+else:
+    book.say("Not among these results: a prefix that was both loaded and computed again.")
 lines = []
-for s in found:
+for s in served:
     (tokens, seconds), again, (name, by_layer) = s.loaded[-1], s.recomputed[-1], s.best[-1]
     how = f"{name}, {'by layer' if by_layer else 'all first'}"
-    shortest = s.break_even == s.loaded[0][0]
-    pays = f"{'≤ ' * shortest}{s.break_even:,}" if s.break_even else "never"
     figures = f"{1e3 * again:.0f}", f"{1e3 * seconds:.1f}", f"{again / seconds:.1f} ×"
-    lines.append([s.model, s.new_tokens, pays, f"{tokens:,}", *figures, how])
+    lines.append([s.model, s.new_tokens, loading.pays_from(s), f"{tokens:,}", *figures, how])
 heads = ["model", "new\ntokens", "loading pays\nfrom", "longest\nprefix", "again\nms", "loaded\nms", "faster", "way"]
-book.table(heads, lines)
+if lines:
+    book.table(heads, lines)
 print("digest of what is drawn:", book.digest([(p.title, p.loaded, p.recomputed, p.break_even) for p in panels]))
 
 # %% [markdown]
-# The gap is a factor on these axes, and it grows with the prefix: loading takes time in proportion to it, computing more than that. A break-even of the shortest prefix that was measured is marked with ≤.
+# On these axes a constant gap is a constant factor. It grows with the prefix: loading takes time in proportion to it, computing more than that. `≤` marks a break-even at the shortest prefix that was measured; the true one may be shorter.
 #
 # ## What to take
 #
@@ -273,18 +279,32 @@ print("digest of what is drawn:", book.digest([(p.title, p.loaded, p.recomputed,
 # %%
 lines = []
 for model in models:
-    behind_by_name = {}
-    for way in (w for w in ways if w.row["model"] == model):
-        best = min(w.by_layer_s for w in ways if w.row is way.row)
-        behind_by_name.setdefault(way.name, []).append(way.by_layer_s / best)
-    for name, behind_s in sorted(behind_by_name.items(), key=lambda item: statistics.geometric_mean(item[1])):
-        lines.append([model, name, f"{statistics.geometric_mean(behind_s):.2f}", f"{max(behind_s):.2f}"])
-book.table(["model", "layout, backend", "mean of steps by layer\nover the fastest", "worst"], lines)
+    lines += [[model, name, f"{mean:.2f}", f"{worst:.2f}"] for name, mean, worst in loading.ranking(ways, model)]
+book.table(["model", "layout, backend", "steps by layer over\nthe fastest: mean", "worst"], lines)
+
+# %% [markdown]
+# ## What this does not tell
+#
+# - What a batch does. One request is served at a time; other requests in the batch add computing to hide behind.
+# - What CUDA graphs, an engine's own attention kernels, or ranks that wait for each other change.
+# - What to do when many prefixes come back at once: then the bus is the slower one, and [04_pairings](04_pairings.ipynb) has the rates that can be kept up.
+#
+# ## What was checked
+#
+# Nothing here depends on what a machine reaches. These lines fail where figures are not what the text says they are.
+
+# %%
+assert set(statuses) <= {"measured", "left out"}, "every output was that of a resident prefix, bit for bit"
+slower_stage = [max(way.resident_s, way.loading_s) for way in ways]
+assert all(way.by_layer_s > 0.9 * stage for way, stage in zip(ways, slower_stage, strict=True)), "no step beats it"
+assert all(s.break_even is None or s.loaded[0][0] <= s.break_even <= s.loaded[-1][0] for s in served)
+assert all(min(mean, worst) >= 1 for model in models for _, mean, worst in loading.ranking(ways, model))
+print("all of it holds")
 
 # %% [markdown]
 # ## Where to go next
 #
 # - [07_fast_paths](07_fast_paths.ipynb): how the backends work.
 # - [04_pairings](04_pairings.ipynb): rates of the same layouts and backends without a model beside them.
-# - [03_hybrid_stacks](03_hybrid_stacks.ipynb): which waits a controller needs so that all of this is correct.
+# - [03_hybrid_stacks](03_hybrid_stacks.ipynb): which waits a controller needs for all of this to be correct.
 # - [00_quickstart](00_quickstart.ipynb): from the beginning.

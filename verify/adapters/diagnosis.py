@@ -29,8 +29,8 @@ def explain(group: Group, test: Json, refusal: str | None, left: Sides) -> tuple
 
 
 def _wrong_answer(test: Json, refusal: str | None) -> Iterator[str]:
-    if refusal and test["result"] == "ok":
-        yield f"was refused ({refusal})"
+    if refusal:
+        yield f"was refused ({refusal})" + ("" if test["result"] == "ok" else ", but something had been written")
     if not refusal and test["result"] == "must-refuse":
         yield f"was not refused, though it must be: {test['reason']}"
 
@@ -125,45 +125,64 @@ def _text(component: Json, at: Place) -> str:
 
 
 def summary(outcomes: Iterable[tuple[Group, Json, Outcome]]) -> Iterator[str]:
-    """How many fail that must move, how many that must be refused, and what would explain it."""
+    """How many fail of those to be moved and of those to be refused, and what would explain it."""
     seen = [o for o in outcomes if o[2].status in ("passed", "failed", "expected")]
-    for result, what in ("ok", "must move"), ("must-refuse", "must be refused"):
+    for refusals, what in (False, "moved"), (True, "refused"):
         failing, passing = (
-            [o for o in seen if o[1]["result"] == result and (o[2].status == "passed") is good]
+            [(g, t, o) for g, t, o in seen if _to_be_refused(t, o) is refusals and (o.status == "passed") is good]
             for good in (False, True)
         )
         if failing:
-            count = f"{len(failing)} of {len(failing) + len(passing)} cases that {what} are wrong"
-            yield f"{count}; {' '.join(in_common(failing, passing))}"
+            count = f"{len(failing)} of {len(failing) + len(passing)} cases to be {what} are wrong"
+            yield f"{count}. {' '.join(in_common(failing, passing))}"
+
+
+def _to_be_refused(test: Json, outcome: Outcome) -> bool:
+    """What may be moved or refused is what it was taken for."""
+    return test["result"] == "must-refuse" or (test["result"] == "unspecified" and outcome.refused)
+
+
+def _shown(group: Group, test: Json, outcome: Outcome) -> set[str]:
+    """The known faults that would show in a case. Those of moving do not show in what was refused."""
+    refused = test["result"] == "unspecified" and outcome.refused
+    return set() if refused else suite.flags(group, test)
+
+
+def _idle(group: Group, test: Json, outcome: Outcome) -> bool:
+    return not outcome.refused and outcome.sha256 == suite.unmoved(group, test)
 
 
 def in_common(failing: Results, passing: Results) -> Iterator[str]:
-    """What failing cases of one result (`ok` or `must-refuse`) have in common, in sentences."""
-    if not passing and all(not o.refused and o.sha256 == suite.unmoved(g, t) for g, t, o in failing):
-        yield "none of them moves or refuses anything."
+    """What failing cases, all to be moved or all to be refused, have in common, in sentences."""
+    if all(_idle(*case) for case in (*failing, *passing)):
+        yield "None of them moves or refuses anything."
         return
     if all(o.refused for _, _, o in failing):
-        yield "all of them are refused."
-    shared = set.intersection(*(suite.flags(g, t) for g, t, _ in failing))
-    fitting = sorted(shared.difference(*(suite.flags(g, t) for g, t, _ in passing)))
+        late = any(_to_be_refused(t, o) for _, t, o in failing)
+        yield f"All of them are refused{', but something had been written' if late else ''}."
+    shared = set.intersection(*(_shown(*case) for case in failing))
+    fitting = sorted(shared.difference(*(_shown(*case) for case in passing)))
     for flag in fitting:
         yield f"{flag}, which shows in these and in no others: {suite.manifest()['flags'][flag]}"
     if not fitting:
-        yield "no known fault shows in exactly these."
+        yield "No known fault shows in exactly these."
     ways = Counter(o.differs for _, _, o in failing if o.differs)
     if ways:
         counts = (f"{way} ({number})" for way, number in ways.most_common())
         yield f"The first wrong word, against the right one: {', '.join(counts)}."
+    if fitting:
+        return
     apart = [*apart_from(failing, passing)]
-    if apart and not fitting:
+    if apart:
         fewest = min(number for number, _ in apart)
-        said = " and ".join(what for number, what in apart if number == fewest)
+        said = " and ".join([what for number, what in apart if number == fewest][:MOST])
         yield f"All of them have {said}; so have {fewest or 'none'} of the {len(passing)} that pass."
-    elif shared.difference(fitting):
-        yield f"They would also show {' or '.join(sorted(shared.difference(fitting)))}, but so would cases that pass."
+    elif shared:
+        yield f"They would all show {' or '.join(sorted(shared))}, but so would cases that pass."
 
 
 FEW = 0.1  # the part of the cases that pass which may have a property too, if it is to explain anything
+MOST = 3  # words of a label, or properties, that are named
 
 
 def _listed(group: Group, test: Json) -> int:
@@ -180,6 +199,7 @@ def _row_bytes(group: Group) -> list[int]:
 
 # What a fault that nobody has foreseen may depend on: words and numbers of a case.
 LABELS: dict[str, Callable[[Group, Json], str]] = {
+    "note": lambda g, t: t["note"],
     "direction": lambda g, t: t["direction"],
     "layout": lambda g, t: g.geometry["layout"],
     "family": lambda g, t: g.family,
@@ -208,12 +228,13 @@ def _properties(failing: Results) -> Iterator[tuple[Callable[[Group, Json], bool
     """What every failing case has: one of some words, a number within a bound, or one that is no multiple."""
     for noun, label in LABELS.items():
         of = {label(g, t) for g, t, _ in failing}
-        yield lambda g, t, of=of, label=label: label(g, t) in of, f"{noun} {' or '.join(sorted(of))}"
+        if len(of) <= MOST:
+            yield lambda g, t, of=of, label=label: label(g, t) in of, f"{noun} {' or '.join(sorted(of))}"
     for noun, measure in MEASURES.items():
         found = [measure(g, t) for g, t, _ in failing]
         least, most = min(found), max(found)
         yield lambda g, t, n=least, m=measure: m(g, t) >= n, f"{least} or more {noun}"
-        yield lambda g, t, n=most, m=measure: m(g, t) <= n, f"{most} or fewer {noun}"
+        yield lambda g, t, n=most, m=measure: m(g, t) <= n, f"{most} or fewer {noun}" if most else f"no {noun}"
         step = next((step for step in STEPS if all(n % step for n in found)), 0)
         if step:
             said = f"a number of {noun} that is no multiple of {step}"

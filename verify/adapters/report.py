@@ -137,6 +137,8 @@ def problems(file: Path) -> Iterator[str]:
         yield f"it is of other vectors: manifest {named['sha256']}, here {suite.manifest_digest()}"
         return
     yield from _miscounted(content)
+    if content["diagnosis"] != _diagnosis(content["cases"]):
+        yield "its diagnosis is not that of its cases"
     if content["stale"]:
         yield f"{len(content['stale'])} expected failures are none, {content['stale'][0]}"
     measured = content["suite"]["mutants"]
@@ -165,6 +167,13 @@ def _miscounted(content: Json) -> Iterator[str]:
         yield "cases stand there twice"
     if content["vectors"]["cases"] != len(all_ids) or content["counts"] != tally(c["status"] for c in content["cases"]):
         yield "its counts are not those of its cases"
+
+
+def _diagnosis(cases: Sequence[Json]) -> list[str]:
+    """What a diagnosis says of these lines; those of no case of the vectors say nothing."""
+    known = {test["id"]: (group, test) for group in suite.groups() for test in group.tests}
+    lines = (Outcome(**case) for case in cases if case["id"] in known)
+    return [*diagnosis.summary((*known[outcome.id], outcome) for outcome in lines)]
 
 
 def _untrue(cases: dict[str, Json]) -> Iterator[str]:

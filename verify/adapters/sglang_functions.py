@@ -390,7 +390,7 @@ class Functions:
     def __init__(self, *paths: str, where: str = "cuda") -> None:
         self.where, self.paths = where, {name: PATHS[name] for name in paths}
         self.expected_failures = sglang_pieces.expected_failures(paths[0] if len(paths) == 1 else "sglang")
-        self.versions = sglang_pieces.versions({path.piece for path in self.paths.values()})
+        self.versions = sglang_pieces.versions(sorted({path.piece for path in self.paths.values()}))
         self.device = torch.cuda.get_device_name() if torch.cuda.is_available() else "no CUDA device"
 
     def capabilities(self, geometry: Json, layout: str, direction: str) -> str | None:

@@ -140,7 +140,7 @@ class Pools:
         self.backend, self.where = backend, where
         self.expected_failures = sglang_pieces.expected_failures(f"pools_{backend}")
         self.device = torch.cuda.get_device_name() if torch.cuda.is_available() else "no CUDA device"
-        self.versions = sglang_pieces.versions({kind.piece for kind in KINDS.values()} | {"ops"})
+        self.versions = sglang_pieces.versions(sorted({kind.piece for kind in KINDS.values()} | {"ops"}))
         self.built: Built | None = None
 
     def capabilities(self, geometry: Json, layout: str, direction: str) -> str | None:

@@ -18,7 +18,7 @@ from refimpl.host_pool import HostPool
 from refimpl.layer_done import SETS
 from refimpl.operations import Ack, Batch, Operation, opposite, overlap
 from refimpl.queueing import Reclaim
-from refimpl.radix import Node, PrefixCache
+from refimpl.radix import Node, PrefixCache, Ticket
 from refimpl.runtime import Event, Stream
 from refimpl.transfer import Transfer
 from refimpl.windows import When, Window
@@ -197,6 +197,26 @@ class LetsStatesBeOverwritten(Controller):
 class LetsForwardPassesOverwriteStates(Controller):
     def _protect(self) -> None:
         _without_fence(self, "backup", super()._protect)
+
+
+@found_by(ordering.check_states_do_not_wait_for_other_backups, says="the next step waits for a backup", kind="mamba")
+class CopiesStatesBehindOtherBackups(Controller):
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._streams["states"] = self._streams["backup"]
+
+
+@found_by(
+    ordering.check_states_do_not_wait_for_other_backups,
+    says="a load of what is beside states: .* holds what lay on the host",
+    kind="mamba",
+    backends=("torch", "numba", "direct", "kernel", "auto"),  # staged: part of the order comes with its buffer
+)
+class ForgetsWhatIsBesideStates(Controller):
+    """A batch has ended when its states are copied."""
+
+    def _end(self, batch: Batch) -> None:
+        batch.finished = self.runtime.record(self._streams_of(batch)[0], timed=True)
 
 
 @found_by(ordering.check_one_list_for_both_sides, says="host slots .* go to somebody else")
@@ -614,7 +634,39 @@ class FreesWhatTheCallerFreed(Controller):
             (self.host.pools[name] if side == "host" else self.stack.device_slots[name]).free(slots)
 
 
+@found_by(
+    ordering.check_what_was_to_come_from_a_failure_fails_with_it,
+    says="is done that reads what a (backup|load) is still to write",
+)
+class ForgetsWhatItReads(Controller):
+    def _begin(self, batch: Batch) -> None:
+        super()._begin(batch)
+        batch.sources.clear()
+
+
+@found_by(
+    ordering.check_what_was_to_come_from_a_failure_fails_with_it,
+    says="failures are {'(backup|load)': True, '(backup|load)': False}",
+)
+class SucceedsWithWhatNeverCame(Controller):
+    def _require_sources(self, batch: Batch) -> None:
+        pass
+
+
 # ---- trees
+
+
+class NotesWhatHasEnded(PrefixCache):
+    """A backup counts as soon as it is told, though a load of what it was made of may fail still."""
+
+    @staticmethod
+    def _is_early(ticket: Ticket) -> bool:
+        return False
+
+
+@found_by(ordering.check_nothing_is_saved_that_was_made_of_what_never_came, says="16 are found with what was made of")
+class BelowATreeThatTrustsLoads(Controller):
+    tree = NotesWhatHasEnded
 
 
 class LeavesTicketsBelow(PrefixCache):

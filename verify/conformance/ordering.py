@@ -256,6 +256,31 @@ def _states_overwritten_on(rig: Rig, stream: Stream) -> None:
     rig.require_device("the next step", states, after)
 
 
+@check("states")
+def check_states_do_not_wait_for_other_backups(rig: Rig) -> None:
+    """Backups of other pools are under way and held: the model goes on as soon as its states are read.
+
+    What is saved beside the states is not there yet, and who loads it waits for it.
+    """
+    with_states = {rig.stack.owner(name) for name in rig.states}
+    busy, slots = rig.runtime.stream(), {name: rig.on_device() for name in ("before", "now")}
+    others = {name: some for name, some in slots["before"][0].items() if rig.stack.owner(name) not in with_states}
+    release = rig.gate(busy)
+    with rig.runtime.on(busy):
+        before = rig.backup(others)
+    now = rig.backup(slots["now"][0])
+    states = {name: slots["now"][0][name] for name in rig.states}
+    rig.put(states, rig.random_bytes("the states of the next step", states), rig.model)
+    assert rig.arrives(rig.see(states, rig.model)), "the next step waits for a backup that was submitted before"
+    load = rig.load(rig.slots_of("host", now))
+    assert rig.acknowledged() == [], "a backup is acknowledged before it is done"
+    release()
+    rig.finish()
+    rig.require_device("a load of what is beside states", rig.slots_of("device", load), slots["now"][1])
+    rig.require_host("a backup that was held", rig.slots_of("host", before), slots["before"][1])
+    rig.require_host("a backup, and the next step in place", rig.slots_of("host", now), slots["now"][1])
+
+
 @check()
 def check_device_slots_freed_under_a_backup(rig: Rig) -> None:
     slots, content = rig.on_device()
@@ -1006,7 +1031,60 @@ def check_consumers_hear_of_every_batch(rig: Rig) -> None:
     assert [bool(error) for error in errors] == [True, False], f"the first of two loads fails, what is told is {errors}"
 
 
+@check()
+def check_what_was_to_come_from_a_failure_fails_with_it(rig: Rig) -> None:
+    """A backup of slots whose load fails, a load of slots whose backup fails."""
+    for first, second in (DIRECTIONS, DIRECTIONS[::-1]):
+        for step in (f"{first} submit", f"{first} acknowledge"):
+            source, _ = rig.on_device() if first == "backup" else rig.on_host()
+            between = rig.take(DESTINATION[first])
+            before = rig.counts()
+            rig.hooks.fail(step, Broken(step))
+            with rig.held(f"{first} acknowledge"):
+                rig.queue(first, *((source, between) if first == "backup" else (between, source)), first)
+                rig.start(first)
+                rig.queue(second, *((between, None) if second == "backup" else (None, between)), second)
+                rig.start(second)
+                told = [ack.tag for ack in rig.acknowledged() if not ack.error]
+                assert not told, f"a {second} is done that reads what a {first} is still to write"
+            failed = {ack.tag: ack.error is not None for ack in rig.controller.acknowledge(wait=True)}
+            assert failed == {first: True, second: True}, f"a {first} fails at {step!r}, failures are {failed}"
+            assert rig.counts() == before, f"a {second} of what a {first} did not bring keeps its slots"
+
+
 # ---- trees over a controller
+
+
+@check()
+def check_nothing_is_saved_that_was_made_of_what_never_came(rig: Rig) -> None:
+    """A prefix is computed behind one that is being loaded, and its backup is over before the load is known to fail."""
+    cache, tokens = rig.tree(rig.controller), range(4 * PAGE)
+    cache.insert(tokens[: 2 * PAGE], _of_tokens(rig, rig.on_device()[0], 2 * PAGE))
+    rig.start("backup")
+    cache.check(wait=True)
+    for name in rig.owners:
+        cache.evict(name, PAGES * PAGE)
+    match = cache.match(tokens)
+    assert match.length == 2 * PAGE, f"of a prefix on the host {match.length} tokens are found"
+    assert cache.load_back(match), "there is room, and a prefix on the host is not loaded"
+    rig.hooks.fail("load acknowledge", Broken())
+    with rig.held("load acknowledge"):
+        rig.start("load")
+        rig.controller.wait_until(rig.stack.num_layers - 1)
+        own, _ = rig.on_device("what was computed")
+        given = _of_tokens(rig, own, 2 * PAGE)
+        cache.insert(tokens, given | {cache.anchor: torch.cat([match.slots(cache.anchor), given[cache.anchor]])})
+        rig.start("backup")
+        rig.run_all()
+        cache.check()
+    cache.check(wait=True)
+    found = cache.match(tokens).length
+    assert found <= 2 * PAGE, f"a load of {2 * PAGE} tokens fails, and {found} are found with what was made of them"
+
+
+def _of_tokens(rig: Rig, slots: Slots, tokens: int) -> Slots:
+    """What a tree takes: slots of so many tokens, one of a state."""
+    return {name: slots[name] if slots[name].numel() == tokens else slots[name][-1:] for name in rig.owners}
 
 
 @check()
@@ -1015,9 +1093,8 @@ def check_nodes_are_cut_while_they_are_saved(rig: Rig) -> None:
     slots, content = rig.on_device("the prefix", 4)
     cache = rig.tree(rig.controller)
     tokens = range(4 * PAGE)
-    given = {name: slots[name] if slots[name].numel() == len(tokens) else slots[name][-1:] for name in rig.owners}
     with rig.held("backup"):
-        cache.insert(tokens, given)
+        cache.insert(tokens, _of_tokens(rig, slots, len(tokens)))
         rig.start("backup")
         cache.match(tokens[: 2 * PAGE])
         rig.let_run()

@@ -18,7 +18,7 @@ enum { PAGES, INDICES, ENTRIES };
 enum { HOST, DEVICE };
 enum { TOKEN, PAGE, SLOT };
 enum { OK, MUST_REFUSE, UNSPECIFIED }; /* what a case wants */
-enum { POISON = 0xFF, UNSUPPORTED = -1 };
+enum { POISON = 0xFF, UNSUPPORTED = -1, VERSION = 2 };
 
 typedef struct { int64_t n, *at; } List;
 typedef struct { int64_t id, kind, element_bytes, heads, lanes, unit, parts, entries; List widths, layers; } Component;
@@ -452,7 +452,7 @@ int main(int files, char **names) {
     for (int f = 1; f < files; f++) {
         if (!(in = fopen(names[f], "r"))) { perror(names[f]); return 2; }
         expect("vectors");
-        if (number() != 1) { fprintf(stderr, "%s has another version\n", names[f]); return 2; }
+        if (number() != VERSION) { fprintf(stderr, "%s has another version\n", names[f]); return 2; }
         int64_t groups = number(), left = number();
         while (groups--) {
             Group g = read_group(id);

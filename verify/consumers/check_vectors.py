@@ -20,7 +20,7 @@ POISON = 0xFF
 def payload(component, layer, pages, tokens, heads, head_bytes):
     """Bytes [page, token, head, byte] of the rows on `pages`: eight bytes are a word, a word is its place, mixed."""
     page, token, head, byte = np.ix_(
-        *(np.asarray(a, np.uint64) for a in (pages, range(tokens), range(heads), range(head_bytes)))
+        *(np.asarray(a, np.uint64) for a in (pages, range(tokens), range(heads), np.arange(head_bytes)))
     )
     u, m = np.uint64, np.uint64(2**63 - 1)
     n = ((((u(component << 8 | layer) << u(14) | page) << u(10) | token) << u(8) | head) << u(16)) | byte // u(8)
@@ -95,7 +95,7 @@ def place(group, side, buffer, rows_of, pages):
     heads, lanes, first = (held[0]["heads"] or 1) // groups, buffer["head_bytes"], buffer["first_byte"]
     layout = group["layout"] if side == "host" else "layer_first"
     step = strides(layout, len(buffer["layers"]), len(held), group[f"{side}_pages"], tokens, groups, heads, lanes)
-    page, token, g, head, lane = np.ix_(pages, range(tokens), range(groups), range(heads), range(lanes))
+    page, token, g, head, lane = np.ix_(pages, range(tokens), range(groups), range(heads), np.arange(lanes))
     inside = page * step[0] + token * step[1] + g * step[3] + head * step[4] + lane
     for at, component in enumerate(held):
         for position, layer in enumerate(buffer["layers"]):

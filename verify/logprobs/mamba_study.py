@@ -193,7 +193,7 @@ def candidates(orders: int = 6) -> Iterator[tuple[str, str, dict[str, Any]]]:
         staged = {"backend": "staged", "platform": "emulated", "staging_pages": 2, "seed": seed}
         yield "staging reused", f"order {seed}", {"make": SharedStaging, **staged}
     for steps in (1, 2, 4):
-        yield "overwritten before the copy", f"{steps} steps", {"make": CopiesLate, "steps": steps}
+        yield "overwritten before the copy", f"{steps} step{'s' * (steps > 1)}", {"make": CopiesLate, "steps": steps}
     yield "strided slots read as packed", "", bytes_of(read_as_packed)
     for component, steps in ((c, s) for c in BOTH for s in (-1, 1)):
         yield (

@@ -65,8 +65,8 @@ def test_whoever_does_nothing_fails_whatever_must_be_done() -> None:
     assert {test["note"] for test in passed} == {"zero-pages"}
     assert "found poison (nothing was written)" in failed(found)["mha-tiny/layer_first/backup/scattered"]
     moved, refused = diagnosis.summary(found)
-    assert "none of them moves or refuses anything" in moved
-    assert "none of them moves or refuses anything" in refused
+    assert "None of them moves or refuses anything" in moved
+    assert "None of them moves or refuses anything" in refused
 
 
 REFUSALS = ("Unchecked", "Accepted", "Trusted", "Writers")  # lists that must be refused are not in every layout
@@ -188,6 +188,70 @@ def test_a_line_without_a_reason_is_refused(tmp_path: Path) -> None:
     assert protocol.expected_failures(file) == [Expected("mha-*", "a reason of  words")]
 
 
+# ---- what may be moved or refused
+
+
+class AfterAll(Numpy):
+    """Refuses a source that is named twice, but moves first."""
+
+    def transfer(self, *arguments: Any, **named: Any) -> None:
+        super().transfer(*arguments, **named)
+        if any(len(set(items.tolist())) < len(items) for items in arguments[5:7]):
+            raise ValueError("a page is read twice")
+
+
+class AnyList(Numpy):
+    """Writes a byte where the lists are empty."""
+
+    def transfer(self, *arguments: Any, **named: Any) -> None:
+        super().transfer(*arguments, **named)
+        if not arguments[5].size:
+            spoil(arguments[3 if arguments[2] == "backup" else 4])
+
+
+@pytest.mark.parametrize(
+    ("adapter", "said", "summed_up"),
+    [
+        (
+            AfterAll(),
+            "source-twice: was refused (test_adapters.py:{line}: ValueError: a page is read twice), but something had "
+            "been written; host buffer k, byte ",
+            "cases to be refused are wrong. All of them are refused, but something had been written. No known fault "
+            "shows in exactly these. The first wrong word, against the right one: written where nothing was due (",
+        ),
+        (
+            AnyList(),
+            "zero-pages: host buffer k, byte 3 (of k layer 0 page 0 token 0 head 0 byte 0): expected poison (nothing "
+            "was written), found bytes ",
+            "cases to be moved are wrong. No known fault shows in exactly these. The first wrong word, against the "
+            "right one: written where nothing was due (",
+        ),
+    ],
+    ids=["refused too late", "moved though there is nothing to move"],
+)
+def test_a_case_that_may_be_refused_fails_with_a_diagnosis(adapter: Numpy, said: str, summed_up: str) -> None:
+    found = results(Loaded("odd", adapter, {}, "CPU", ()), ("page_first",))
+    said = re.escape(said).replace(re.escape("{line}"), r"\d+")
+    case = said.split(":")[0].replace("\\", "")
+    messages = failed(found)
+    assert re.match(f"mha-tiny/page_first/backup/{said}", messages[f"mha-tiny/page_first/backup/{case}"])
+    assert {key.rsplit("/", 1)[1] for key in messages} == {case}
+    (line,) = diagnosis.summary(found)
+    assert summed_up in line
+    assert f"All of them have note {case}" in line
+    assert "; so have none of the " in line
+
+
+@pytest.mark.parametrize("flag", ["LayersSwapped", "FirstSourceRunsOn"])
+def test_a_known_fault_is_named_by_what_may_be_refused_too(flag: str) -> None:
+    found = results(protocol.load(f"verify.adapters.wrong:{flag}"), ("page_first",))
+    may = [(g, t, o) for g, t, o in found if t["result"] == "unspecified"]
+    assert {o.status for _, _, o in may} == {"passed", "failed"}
+    (line,) = diagnosis.summary(found)
+    assert f"{len(failed(found))} of " in line
+    assert f" cases to be moved are wrong. {flag}, which shows in these and in no others: " in line
+
+
 # ---- reports
 
 
@@ -235,6 +299,7 @@ TAMPERED: dict[str, tuple[Callable[[Json], object], str]] = {
     ),
     "a stale line": (lambda c: c.update(stale=["mha-*: passes"]), "1 expected failures are none, mha-*: passes"),
     "something added": (lambda c: c.update(approved=True), "does not follow report.schema.json: $"),
+    "a diagnosis of nothing": (lambda c: c.update(diagnosis=["all is well"]), "its diagnosis is not that of its cases"),
     "a failure": (lambda c: _restate(c, "failed", 1), " passed, 1 failed, 0 expected"),
     "an expected failure": (lambda c: _restate(c, "expected", 1), "0 failed, 1 expected"),
     "a case not offered": (lambda c: _restate(c, "unsupported", 1), "is unsupported in some cases only"),
@@ -258,10 +323,14 @@ def test_a_tampered_report_does_not_verify(how: str, truth: Json, tmp_path: Path
 
 @pytest.mark.parametrize("name", ["null", "verify.adapters.wrong:LayersSwapped", "verify.adapters.wrong:TwoWriters"])
 def test_the_report_of_a_wrong_adapter_never_verifies(name: str, tmp_path: Path) -> None:
-    """Nor when it says that all is well."""
-    adapter = protocol.load(name)
+    """Nor when it says that all is well, nor that something else is wrong."""
+    adapter, edited = protocol.load(name), "its diagnosis is not that of its cases"
     content = report.as_json(adapter, results(adapter), [])
-    assert any("it does not conform" in problem for problem in problems(content, tmp_path))
+    found = problems(content, tmp_path)
+    assert any("it does not conform" in problem for problem in found)
+    assert edited not in found
+    another = content | {"diagnosis": [line.replace("cases", "minor cases") for line in content["diagnosis"]]}
+    assert edited in problems(report.sealed(another), tmp_path)
     _restate(content, "passed", len(content["cases"]))
     assert any("these are not the bytes" in problem for problem in problems(report.sealed(content), tmp_path))
 
@@ -392,7 +461,7 @@ def test_a_fault_that_nobody_foresaw_is_decoded_and_narrowed_down(fault: str, tm
     assert done.returncode == 1, done.stdout + done.stderr
     for sentence in said:
         assert sentence in done.stdout
-    assert "no known fault shows in exactly these" in done.stdout
+    assert "No known fault shows in exactly these" in done.stdout
     assert command(tmp_path, "-m", "verify", "check-report", "out/report.json").returncode == 1
     for forge in (_all_is_well, _nothing_failed, _digests_made_up):
         content = json.loads((tmp_path / "out" / "report.json").read_text())
@@ -433,6 +502,73 @@ def test_a_known_fault_in_c_is_named(change: Change, flag: str, tmp_path: Path) 
     assert re.search(rf"{flag}\w*, which shows in these and in no others: ", done.stdout)
 
 
+# Faults that need as many layers, pages or bytes as real pools have: file, change, flag, the first message.
+ALL, ROWS = "page_first_direct/backup/", "from_list[i] / page_size * bytes, bytes)"
+AT_SIZE: dict[str, tuple[str, Change, str, str]] = {
+    "a mask of 64 bits has no bit for layer 64": (
+        "pages.py",
+        ("if layers is not None and layer not in layers:", "if position >= 64 or layers and layer not in layers:"),
+        "LayersBeyond64Lost",
+        f"mha-layers-70/{ALL}many-layers: host buffer k, byte 2048 (of k layer 64 page 0 token 0 head 0 byte 0): "
+        "expected k layer 64 page 3 token 0 head 0 byte 0, found poison (nothing was written); ",
+    ),
+    "layer 64 is taken for layer 0": (
+        "pages.py",
+        ("device_name(geometry, buffer, layer)]", "device_name(geometry, buffer, layer % 64)]"),
+        "LayersBeyond64Lost",
+        f"mha-layers-70/{ALL}many-layers: host buffer k, byte 2048 (of k layer 64 page 0 token 0 head 0 byte 0): "
+        "expected k layer 64 page 3 token 0 head 0 byte 0, found k layer 0 page 3 token 0 head 0 byte 0; ",
+    ),
+    "96 threads take a page each": (
+        "pages.py",
+        (EACH_PAGE, "for a, b in [*zip(host_pages, device_pages)][:96]:"),
+        "PagesBeyond128Lost",
+        f"mha-lists-260/{ALL}130-scattered: host buffer k, byte 128 (of k layer 0 page 2 token 0 head 0 byte 0): "
+        "expected k layer 0 page 75 token 0 head 0 byte 0, found poison (nothing was written); ",
+    ),
+    "the index of a list is a byte": (
+        "pages.py",
+        (EACH_PAGE, "for a, b in [*zip(host_pages, device_pages)][:256]:"),
+        "PagesBeyond256Lost",
+        f"mha-lists-260/{ALL}260-scattered: host buffer k, byte 13696 (of k layer 0 page 214 token 0 head 0 byte 0): "
+        "expected k layer 0 page 235 token 0 head 0 byte 0, found poison (nothing was written); ",
+    ),
+    "the number of a page is a byte": (
+        "pages.py",
+        ("    return pages\n", "    return [page % 256 for page in pages]\n"),
+        "PageNumbersAsBytes",
+        f"mha-lists-260/{ALL}130-scattered: host buffer k, byte 3968 (of k layer 0 page 62 token 0 head 0 byte 0): "
+        "expected k layer 0 page 257 token 0 head 0 byte 0, found k layer 0 page 1 token 0 head 0 byte 0; ",
+    ),
+    "one tile of a row is copied": (
+        "mover.c",
+        (ROWS, f"{ROWS[:-6]}bytes < 16384 ? bytes : 16384)"),
+        "BeyondFirst16KLost",
+        "mha-row-32768/layer_first/backup/wide-rows: host buffer k, byte 16384 (of k layer 0 page 0 token 0 head 0 "
+        "byte 16384): expected k layer 0 page 2 token 0 head 0 byte 16384, found poison (nothing was written); ",
+    ),
+    "what is behind the last whole tile of a row is forgotten": (
+        "mover.c",
+        (ROWS, f"{ROWS[:-6]}bytes < 16384 ? bytes : bytes / 16384 * 16384)"),
+        "TailOf16KLost",
+        "mha-row-66080/layer_first/backup/wide-rows: host buffer k, byte 65536 (of k layer 0 page 0 token 0 head 1 "
+        "byte 32496): expected k layer 0 page 2 token 0 head 1 byte 32496, found poison (nothing was written); ",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", AT_SIZE)
+def test_a_fault_of_real_sizes_is_decoded_and_named(fault: str, tmp_path: Path) -> None:
+    file, change, flag, said = AT_SIZE[fault]
+    compiled(tmp_path, change) if file == "mover.c" else written(tmp_path, file, change)
+    done = command(
+        tmp_path, "-m", "verify", "adapter", Path(file).stem.replace("mover", "pages_in_c"), "--family", "mha"
+    )
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert done.stdout.splitlines()[1].startswith(said), done.stdout.splitlines()[1]
+    assert f" to be moved are wrong. {flag}, which shows in these and in no others: " in done.stdout
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -456,7 +592,7 @@ def test_an_adapter_in_a_suite_of_its_own(tmp_path: Path) -> None:
     (tmp_path / "test_mine.py").write_text("def test_mine(): pass\n")
     done = by_pytest(tmp_path, "pages", "hostpool_mla or hostpool_mamba or not hostpool")
     assert done.returncode == 0, done.stdout
-    assert "host pools: adapter pages, pages 1.0, a machine, vectors 1 (" in done.stdout
+    assert f"host pools: adapter pages, pages 1.0, a machine, vectors {suite.manifest()['version']} (" in done.stdout
     number = sum(len(g.tests) for g in suite.groups(["mla", "mamba"]))
     moved = sum(len(g.tests) for g in suite.groups(["mla", "mamba"]) if g.geometry["layout"] == "page_first_direct")
     refused = sum(t.get("reason") == "layout" for g in suite.groups(["mla", "mamba"]) for t in g.tests)

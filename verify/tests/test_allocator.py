@@ -44,6 +44,7 @@ class Allocator(RuleBasedStateMachine):
     """The allocator next to the plainest model of it: a queue of free pages, a set of used ones, and counted locks.
 
     leaving  pages that were freed while they were locked
+    kept     pages that somebody keeps
     """
 
     @initialize(pages=st.integers(0, 6), page_size=st.integers(1, 4), reserved=st.sampled_from([0, 0, 1, 2]))
@@ -55,6 +56,7 @@ class Allocator(RuleBasedStateMachine):
         self.used: set[int] = set()
         self.locks: Counter[int] = Counter()
         self.leaving: set[int] = set()
+        self.kept: set[int] = set()
 
     @property
     def idle(self) -> list[int]:
@@ -101,14 +103,30 @@ class Allocator(RuleBasedStateMachine):
         self._left(left)
 
     @precondition(lambda self: self.idle)
-    @rule(data=st.data(), call=st.sampled_from(["free", "lock"]))
-    def free_or_lock_what_nobody_has(self, data: st.DataObject, call: str) -> None:
-        """One such page among used ones spoils the call: none of them is freed or locked."""
+    @rule(data=st.data(), call=st.sampled_from(["free", "lock", "keep"]))
+    def free_lock_or_keep_what_nobody_has(self, data: st.DataObject, call: str) -> None:
+        """One such page among used ones spoils the call: none of them is freed, locked or kept."""
         pages = self._pages(data, self.used)
         idle = data.draw(st.sampled_from(self.idle))
         pages.insert(data.draw(st.integers(0, len(pages))), idle)
         with pytest.raises(ValueError, match=f"slot {idle * self.page_size} is not allocated"):
             getattr(self.real, call)(slots(pages, self.page_size))
+
+    @rule(data=st.data())
+    def keep_some(self, data: st.DataObject) -> None:
+        pages = self._pages(data, self.used - self.kept, at_least=min(1, len(self.used - self.kept)))
+        self.real.keep(slots(pages, self.page_size))
+        self.kept |= set(pages)
+
+    @precondition(lambda self: self.kept)
+    @rule(data=st.data())
+    def keep_what_is_kept(self, data: st.DataObject) -> None:
+        """One such page spoils the call, until it is freed."""
+        pages = self._pages(data, self.used - self.kept)
+        kept = data.draw(st.sampled_from(sorted(self.kept)))
+        pages.insert(data.draw(st.integers(0, len(pages))), kept)
+        with pytest.raises(ValueError, match=f"slot {kept * self.page_size} is kept already"):
+            self.real.keep(slots(pages, self.page_size))
 
     @rule(data=st.data())
     def lock_some(self, data: st.DataObject) -> None:
@@ -172,7 +190,7 @@ class Allocator(RuleBasedStateMachine):
     def clear(self) -> None:
         """Pages that are locked come back with their last lock."""
         self.real.clear()
-        self.used, self.leaving = set(), set(self.locks.elements())
+        self.used, self.kept, self.leaving = set(), set(), set(self.locks.elements())
         self.free = [page for page in range(self.pages) if page not in self.leaving | self.reserved]
 
     @invariant()
@@ -180,6 +198,14 @@ class Allocator(RuleBasedStateMachine):
         if hasattr(self, "real"):
             assert self.real.available_size() == len(self.free) * self.page_size
             assert self.real.size == self.pages * self.page_size
+
+    @invariant()
+    def pages_are_told_one_by_one(self) -> None:
+        if hasattr(self, "real"):
+            real, every = self.real, range(self.pages)
+            for told, pages in ((real.used, self.used), (real.kept, self.kept), (real.leaving, self.leaving)):
+                assert told.tolist() == [page in pages for page in every]
+            assert real.locks.tolist() == [self.locks[page] for page in every]
 
     def teardown(self) -> None:
         """What is left comes out in the order it went in."""
@@ -190,6 +216,7 @@ class Allocator(RuleBasedStateMachine):
 
     def _left(self, pages: list[int]) -> None:
         self.used -= set(pages)
+        self.kept -= set(pages)
         self.leaving |= {page for page in pages if self.locks[page]}
         self.free += [page for page in pages if not self.locks[page]]
 
@@ -202,6 +229,12 @@ class Allocator(RuleBasedStateMachine):
 TestAllocatorAgainstItsModel = Allocator.TestCase
 
 
+@pytest.mark.parametrize("what", ["used", "kept", "locks", "leaving"])
+def test_what_is_told_of_pages_cannot_be_changed(what: str) -> None:
+    with pytest.raises(ValueError, match="read-only"):
+        getattr(PageAllocator(4, 2), what)[0] = True
+
+
 def test_first_freed_is_first_reused() -> None:
     """A freed page queues up behind those that are free already, in the order in which pages are freed."""
     pool = PageAllocator(5, 1)
@@ -210,6 +243,23 @@ def test_first_freed_is_first_reused() -> None:
     rest = pool.alloc(4)
     assert rest is not None
     assert rest.tolist() == [3, 4, 2, 0]
+
+
+def test_slots_are_kept_once_until_they_are_freed() -> None:
+    pool = PageAllocator(4, 2)
+    mine = pool.alloc(4)
+    assert mine is not None
+    pool.keep(mine[:2])
+    with pytest.raises(ValueError, match="slot 0 is kept already, until it is freed"):
+        pool.keep(mine)
+    assert pool.kept.tolist() == [True, False, False, False], "a call that is refused keeps nothing"
+    pool.free(mine)
+    assert not pool.kept.any()
+    again = pool.alloc(8)
+    assert again is not None
+    pool.keep(again)
+    pool.clear()
+    assert not pool.kept.any()
 
 
 def test_locked_slots_are_nobodys_before_the_last_lock_is_gone() -> None:
@@ -392,7 +442,7 @@ def test_a_refused_pool_books_nothing() -> None:
     budget = Budget(1000)
     with pytest.raises(ValueError, match="page_head"):
         HostPool(SPEC, "page_head", 2, budget=budget)
-    with pytest.raises(ValueError, match="num_pages must not be negative, got -1"):
+    with pytest.raises(ValueError, match=r"num_pages must be a whole number \(int\) from 0 on, got -1"):
         HostPool(SPEC, "page_first", -1, budget=budget)
     assert budget.available == 1000
 

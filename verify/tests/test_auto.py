@@ -14,10 +14,12 @@ from kernels_cupy.auto import BACKENDS, BUILT_IN, Demand, explain, predicted
 from kernels_cupy.copy_engine import count_descriptors, descriptors
 from kernels_cupy.jobs import runs_and_bytes
 from kernels_cupy.pieces import pieces
+from kernels_cupy.runtimes import emulated
 from kernels_cupy.specs import HASH
 from refimpl import DevicePool, HostPool, presets, slots_of
+from refimpl.runtime import Stuck
 from refimpl.transfer import Transfer
-from verify.tests.test_emulation import on_the_device
+from verify.guarded import on_the_device
 
 pytestmark = pytest.mark.emulated
 
@@ -52,6 +54,22 @@ def test_the_fastest_in_this_direction_is_chosen(fastest: str, direction: str, m
     receipt.wait()
     assert receipt.path == f"auto: {fastest}"
     assert explain(transfer).endswith(f"choice: {fastest}")
+
+
+def test_a_backend_that_fails_to_close_does_not_keep_auto_from_closing_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rated(monkeypatch, "kernel", "backup")
+    host, device = HostPool(SPEC, "page_first", 9, "auto", platform="emulated"), DevicePool(SPEC, 9)
+    staged = host._mover._backends["staged"]  # pyright: ignore[reportAttributeAccessIssue]
+    release = emulated().gate("held")
+    with emulated().on("held"):
+        assert host.backup(device, slots_of([0], 4), slots_of([0], 4)).path == "auto: kernel"
+    with pytest.raises(Stuck):
+        host.close()
+    assert staged._buffer is None
+    release()
+    emulated().synchronize()
 
 
 def test_a_list_on_the_device_rules_out_who_cannot_read_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,8 +51,8 @@ def by_layer(way: Way) -> Way:
 
 
 def locked(rig: Rig) -> bool:
-    held = [*rig.stack.device_slots.values(), *(rig.stack.host.pools[name]._slots for name in rig.owners)]
-    return any(bool(allocator._locks.any()) for allocator in held)
+    held = [*rig.stack.device_slots.values(), *(rig.stack.host.pools[name].allocator for name in rig.owners)]
+    return any(bool(allocator.locks.any()) for allocator in held)
 
 
 # ---- waiting
@@ -267,6 +267,24 @@ def test_a_controller_may_be_left_in_the_middle_of_everything(way: Way) -> None:
         assert rig.counts() == before
 
 
+@every_direction
+def test_where_an_operation_has_come_to_can_be_asked_for(direction: str, rig: Rig) -> None:
+    slots, _ = rig.on_device() if direction == "backup" else rig.on_host()
+    operation = rig.queue(direction, *((slots, None) if direction == "backup" else (None, slots)), "mine")
+
+    def come_to() -> tuple[bool, bool, list[object]]:
+        queued, under_way = rig.controller.queued(direction), rig.controller.under_way(direction)
+        return queued == (operation,), under_way == (operation,), [ack.tag for ack in rig.controller.ended]
+
+    assert come_to() == (True, False, [])
+    rig.start(direction)
+    assert come_to() == (False, True, [])
+    rig.controller.close()
+    assert come_to() == (False, False, ["mine"])
+    assert [ack.tag for ack in rig.controller.acknowledge()] == ["mine"]
+    assert come_to() == (False, False, [])
+
+
 # ---- room
 
 
@@ -295,6 +313,31 @@ def test_a_group_says_how_many_host_slots_it_lacks() -> None:
     assert asked == [2 * PAGE, ("kv", PAGE)]
     assert group.resolve(transfers, lambda name, lacking: group.anchor.free(taken[:lacking]))
     assert group.anchor.available_size() == 0
+
+
+# ---- states
+
+
+@pytest.mark.emulated
+def test_an_interrupt_between_states_and_the_rest_ends_with_the_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their copies run on a stream of their own: until they have ended the slots are nobody else's."""
+
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    with Rig(Controller, "mamba", "emulated", "kernel", "page_first") as rig:
+        slots, _ = rig.on_device()
+        rig.queue("backup", slots, None)
+        with monkeypatch.context() as patched, rig.held("backup"):
+            patched.setattr(rig.controller, "_protect", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                rig.controller.start_writing()
+            with pytest.raises(Stuck, match="is something held"):
+                rig.controller.acknowledge(wait=True)
+            assert locked(rig)
+        (ack,) = rig.controller.acknowledge(wait=True)
+        assert ack.error
+        assert not locked(rig)
 
 
 # ---- lists in device memory
@@ -418,6 +461,21 @@ def test_a_load_waits_for_a_backup_that_is_held_before_it_is_submitted(rig: Rig)
     rig.require_device("a load behind a backup", target, content)
 
 
+@every_way
+def test_a_load_of_what_a_backup_did_not_bring_tells_its_consumers(way: Way) -> None:
+    """As soon as it is submitted, if the backup has failed by then."""
+    with Rig(Controller, "mha", *way) as rig:
+        (slots, _), host, before = rig.on_device(), rig.take("host"), rig.counts()
+        rig.hooks.fail("backup submit", RuntimeError("told to fail"))
+        rig.backup(slots, host)
+        rig.load(host)
+        with pytest.raises(RuntimeError, match=r"layer 0 will not arrive.* a backup failed .* told to fail"):
+            rig.controller.wait_until(0)
+        acks = rig.controller.acknowledge(wait=True)
+        assert [(ack.direction, "told to fail" in str(ack.error)) for ack in acks] == [("backup", True), ("load", True)]
+        assert rig.counts() == before
+
+
 # ---- hooks
 
 LATE = 0.05  # seconds
@@ -509,7 +567,7 @@ def test_the_work_of_queueing_grows_with_the_operations_not_with_their_square() 
             assert not any(ack.error for ack in acks)
             for slots in (host, device):
                 assert len(np.unique(slots.numpy())) == len(slots)
-            stack.host.anchor._slots.clear()
+            stack.host.anchor.clear()
             assert stack.host.alloc(most) is not None
             return taken
 

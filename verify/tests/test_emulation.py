@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import platform
 import shutil
 import subprocess
 import sys
@@ -17,6 +18,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import kernels_cupy
 from kernels_cupy import emu
 from kernels_cupy.copy_engine import merged
 from kernels_cupy.jobs import End, device_addresses, registration_of
@@ -29,20 +31,9 @@ from refimpl import DevicePool, HostPool, oracle, presets, slots_of
 from refimpl.emulated import POISON, QueuedEvent, QueueRuntime
 from refimpl.indices import Items, Unchecked, check, check_pair
 from refimpl.plan import Loop, Registration
-from verify import fill
-from verify.guarded import GuardedDevice, GuardedMemory
-from verify.tests.test_big_pools import (
-    GIB,
-    PAGES,
-    SPEC,
-    Sparse,
-    SparseMemory,
-    device_pieces,
-    far_pages,
-    host_pieces,
-    require_exactly,
-)
-from verify.tests.test_big_pools import fill as write
+from verify import fill, sparse
+from verify.guarded import GuardedDevice, GuardedMemory, on_the_device
+from verify.sparse import GIB, PAGES, SPEC, Sparse, SparseMemory, device_pieces, far_pages, host_pieces, require_exactly
 
 pytestmark = pytest.mark.emulated
 
@@ -61,7 +52,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Runner:
         path = tmp_path / f"{abs(hash(text))}.cu"
         path.write_text(text)
         kernel = Kernel(str(path), struct, arguments.dtype, ("test_kernel",))
-        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+        monkeypatch.setattr(kernels_cupy, "CACHE", tmp_path)
         monkeypatch.setattr(emu, "kernel_of", lambda instance: kernel)
         emu.launch("test_kernel", 1, threads, arguments, order)
 
@@ -167,6 +158,17 @@ def test_without_a_compiler_its_name_and_package_are_told(run: Runner, monkeypat
     monkeypatch.setattr(shutil, "which", lambda name: None)
     with pytest.raises(emu.NoCompiler, match=r"no C\+\+ compiler: install g\+\+"):
         run("", "Nothing", np.zeros((), np.int64))
+
+
+def test_machines_of_several_kinds_may_share_a_cache(
+    run: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "struct Nothing { long long unused; };\n__global__ void test_kernel(const Nothing) {}"
+    for machine in ("this one", "another one", "this one"):
+        emu._library.cache_clear()
+        monkeypatch.setattr(platform, "machine", lambda machine=machine: machine)
+        run(text, "Nothing", np.zeros((), np.dtype([("unused", np.int64)], align=True)))
+    assert len(list(tmp_path.glob("*/*.so"))) == 2
 
 
 def test_a_struct_of_another_kernel_is_refused() -> None:
@@ -294,11 +296,11 @@ def test_pages_past_4_gib_move_and_nothing_else_is_touched(backend: str, directi
     assert memory.maps[0].tensor.numel() > 16 * GIB
     if direction == "backup":
         for key, file in files.items():
-            write(file, device_pieces(*key, [(page, page) for page in device_pages]))
+            sparse.fill(file, device_pieces(*key, [(page, page) for page in device_pages]))
         host.backup(device, *at).wait()
         require_exactly(memory.maps[0], host_pieces("page_first", pairs), "host")
     else:
-        write(memory.maps[0], host_pieces("page_first", [(page, page) for page in host_pages]))
+        sparse.fill(memory.maps[0], host_pieces("page_first", [(page, page) for page in host_pages]))
         host.load_all(device, *at).wait()
         for key, file in files.items():
             require_exactly(file, device_pieces(*key, [(d, h) for h, d in pairs]), f"device {key}")
@@ -382,14 +384,6 @@ def test_a_launch_has_arguments_of_its_own() -> None:
 
 
 # ---- index lists that lie on the device
-
-
-def on_the_device(indices: torch.Tensor, complete: bool = False) -> torch.Tensor:
-    """The list in the emulated device's memory, where it arrives in order of the stream; `complete`: it has."""
-    memory = emulated().upload(indices.numpy()).view(indices.dtype)
-    if complete:
-        emulated().synchronize()
-    return memory
 
 
 def by_the_device(items: Items) -> tuple[str, dict[str, list[int]]]:

@@ -31,7 +31,7 @@ from refimpl.runtime import Completion
 from verify import fill, reported
 from verify.arena import Arena
 from verify.guarded import shared_arena
-from verify.tests.test_reported_faults import B13_SPEC, fill_many
+from verify.reported import B13_SPEC, fill_many
 from verify.toys import TOYS
 
 pytestmark = pytest.mark.gpu

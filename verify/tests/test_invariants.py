@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from refimpl.invariants import OWNED, RULES, Others, require_invariants
+from refimpl.operations import Ack
 from refimpl.radix import Node, PrefixCache, Ticket
 from verify.checked import CALLS
 from verify.serving import Serving
@@ -53,7 +54,7 @@ def scene() -> Iterator[Scene]:
     server.cache.use(server.cache.match(pages("ab")))
     assert server.insert(pages("abx"))
     assert server.load_back(server.cache.match(pages("abc")))
-    locks = [(allocator, allocator._locks.copy()) for allocator in server.allocators.values()]
+    locks = [(allocator, allocator.locks.copy()) for allocator in server.allocators.values()]
     yield Scene(server)
     for allocator, locked in locks:
         allocator._locks = locked
@@ -172,8 +173,8 @@ def a_node_was_never_used(scene: Scene) -> None:
 
 @breaks(USE, "of kv on the device what was used at")
 def what_was_used_last_goes_first(scene: Scene) -> None:
-    cache, first = scene.server.cache, type(scene.server.cache)._victims
-    cache._victims = lambda side, name, need: first(cache, side, name, 999)[::-1][:1]
+    cache, first = scene.server.cache, type(scene.server.cache).victims
+    cache.victims = lambda side, name, need: first(cache, side, name, 999)[::-1][:1]
 
 
 @breaks(NOTHING, "a leaf whose tokens are nowhere")
@@ -237,6 +238,11 @@ def the_source_of_a_load_is_not_locked(scene: Scene) -> None:
     scene.server.stack.host.pools["kv"].unlock(scene["c"].host["kv"])
 
 
+@breaks(UNDER_WAY, "a backup of 1 nodes has ended, and there is no load to wait for")
+def what_has_ended_is_forgotten(scene: Scene) -> None:
+    scene.server.cache.early.append(Ack(scene.ticket("x"), "backup", {}, {}, 0.0))
+
+
 @breaks(OWNED, "of kv on the device is also owned by Node")
 def two_nodes_have_the_same_slots(scene: Scene) -> None:
     scene["y"].device["kv"] = scene["z"].device["kv"]
@@ -255,6 +261,13 @@ def a_request_has_a_slot_of_the_tree(scene: Scene) -> None:
 @breaks(OWNED, "swa on the host: slots are owned here, and free")
 def slots_are_free_and_in_the_tree(scene: Scene) -> None:
     scene.server.stack.host.pools["swa"].free(scene["y"].host["swa"])
+
+
+@breaks(OWNED, "mamba on the device: slots are owned here, and could be given to the tree again")
+def slots_of_the_tree_can_be_given_to_it_again(scene: Scene) -> None:
+    slots = scene.server.stack.device_slots["mamba"]
+    state = scene["y"].device["mamba"]
+    slots._kept[state] = False
 
 
 @breaks(OWNED, "kv on the host: .* there are 36")
@@ -288,9 +301,9 @@ def test_a_checked_tree_tells_what_is_broken_with_the_next_call(scene: Scene) ->
         scene.server.cache.match([])
 
 
-def test_every_call_of_a_tree_is_checked() -> None:
+def test_every_call_that_may_change_a_tree_is_checked() -> None:
     calls = {name for name, member in vars(PrefixCache).items() if isfunction(member) and name[0] != "_"}
-    assert calls == {*CALLS}
+    assert calls - {"victims"} == {*CALLS}
 
 
 def test_the_node_is_shown(scene: Scene) -> None:

@@ -11,9 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import kernels_cupy
 from kernels_cupy import emu
 from kernels_cupy.compile import Compiled, CompileError, compile_for
 from kernels_cupy.specs import CHECK_INDICES, KERNELS, OPTIONS, SOURCES, Kernel, kernel_of
+from refimpl import HostPool, UnsupportedPairing, presets
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
 REGISTERS = 65536 // 1024  # of a thread, in blocks of 1024
@@ -120,7 +122,7 @@ def compiled_by(compiler: str, kernel: Kernel, monkeypatch: pytest.MonkeyPatch, 
     if compiler == "NVRTC":
         compile_for(kernel, "sm_90")
     else:
-        monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+        monkeypatch.setattr(kernels_cupy, "CACHE", cache)
         monkeypatch.setattr(emu, "kernel_of", lambda instance: kernel)
         emu.launch(kernel.instances[0], 1, 1, np.zeros((), CHECK_INDICES))
 
@@ -130,10 +132,20 @@ def test_the_compiler_is_quoted_with_file_and_line(
     compiler: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kernel = written(tmp_path, "__global__ void test_kernel(const CheckIndices a) {\n  no_such_function();\n}\n")
-    with pytest.raises(RuntimeError, match=r"broken.* does not compile") as refused:
+    with pytest.raises((CompileError, ImportError), match=r"broken.* does not compile") as refused:
         compiled_by(compiler, kernel, monkeypatch, tmp_path)
     assert re.search(r"broken\.cu[:(]4\b", str(refused.value))
     assert "no_such_function" in str(refused.value)
+
+
+def test_a_backend_whose_kernel_does_not_compile_is_refused_in_the_words_of_the_compiler(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernel = written(tmp_path, "__global__ void test_kernel(const CheckIndices a) { no_such_function(); }\n")
+    monkeypatch.setattr(kernels_cupy, "CACHE", tmp_path)
+    monkeypatch.setattr(emu, "KERNELS", (kernel,))
+    with pytest.raises(UnsupportedPairing, match=r"(?s)backend 'kernel'.* does not compile .*no_such_function"):
+        HostPool(presets.mla(1, 8), "page_first", 1, "kernel", platform="emulated")
 
 
 def test_a_helper_that_is_no_device_function_is_refused(tmp_path: Path) -> None:

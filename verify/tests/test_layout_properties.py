@@ -270,14 +270,25 @@ def test_split_heads_divide_each_page_between_the_ranks(layout: str, data: st.Da
         addresses, sizes = host.get_split_heads_page_buffer_meta(slots([0], host.page_size), split)
     except ValueError:
         outer = {"page_head": lambda c: c.heads, "page_unified": lambda c: host.spec.head_groups if c.heads else 1}
-        counts = [outer[host.layout](c) for c in host.spec.components] if host.layout in outer else [0]
-        assert not counts or not min(counts) or min(counts) % split
+        counts = [outer[host.layout](c) for c in host.spec.components] if host.layout in outer else []
+        assert not counts or any(count % split for count in counts)
         return
     for rank in range(split):
         mine = len(addresses) // split
         ours = slice(rank * mine, (rank + 1) * mine)
         heads = [p for p in places(host, [0]) if p.head * split // p.component.head_count == rank]
         assert spread(addresses[ours], sizes[ours]) == sorted(p.address + i for p in heads for i in range(p.nbytes))
+
+
+def test_each_rank_is_told_the_sizes_of_its_own_pieces() -> None:
+    """Heads of K have one byte, those of V two."""
+    spec = PoolSpec(
+        "kv", 1, 1, (Component("k", torch.uint8, heads=2, dim=1), Component("v", torch.uint8, heads=2, dim=2))
+    )
+    host = HostPool(spec, "page_head", 2)
+    (k, v), wholes = host.get_page_buffer_meta(torch.tensor([1]))
+    assert wholes == [2, 4]
+    assert host.get_split_heads_page_buffer_meta(torch.tensor([1]), 2) == ([k, v, k + 1, v + 2], [1, 2, 1, 2])
 
 
 @in_every_layout

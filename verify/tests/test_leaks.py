@@ -139,9 +139,9 @@ def leaves_nothing(stack: Stack, operations: int, record_property: Record) -> No
     assert traffic.failed > operations // 1000
     assert not any(traffic.controller._queued.values())
     assert not any(traffic.controller._in_flight.values())
-    for allocator in (traffic.device, traffic.host._slots):
+    for allocator in (traffic.device, traffic.host.allocator):
         assert allocator.available_size() == (PAGES - allocator.reserved) * allocator.page_size
-        assert not allocator._locks.any()
+        assert not allocator.locks.any()
         assert not allocator._leaving.any()
     assert after.objects == before.objects
     assert after.device_bytes == before.device_bytes

@@ -31,10 +31,6 @@ def marked(cells: Callable[[str], Sequence[object]], names: Callable[[Any], str]
     ]
 
 
-def refused(platform: str) -> list[tuple[str, str, str, str, str]]:
-    return [(*pair, platform) for pair in matrix.pairs(platform) if matrix.refusal(*pair, platform) is not None]
-
-
 @pytest.mark.parametrize("cell", marked(matrix.complete))
 def test_every_allowed_pair_moves_exactly_the_right_bytes(cell: Cell) -> None:
     matrix.run(cell)
@@ -45,7 +41,7 @@ def test_sizes_patterns_strides_and_alignments(cell: Cell) -> None:
     matrix.run(cell)
 
 
-@pytest.mark.parametrize("pair", marked(refused, "-".join))
+@pytest.mark.parametrize("pair", marked(matrix.refused, "-".join))
 def test_refused_pairs_are_refused_before_memory_is_taken(pair: tuple[str, str, str, str, str]) -> None:
     pool, layout, backend, _, platform = pair
     memory = GuardedMemory()
@@ -61,7 +57,7 @@ def test_refused_pairs_are_refused_before_memory_is_taken(pair: tuple[str, str, 
 def test_the_number_of_cells_is_what_it_was() -> None:
     """A cell that vanishes (or a refusal that spreads) must be noticed and agreed to."""
     found = {
-        platform: (len(matrix.complete(platform)), len(refused(platform)), len(matrix.covered(platform)))
+        platform: (len(matrix.complete(platform)), len(matrix.refused(platform)), len(matrix.covered(platform)))
         for platform in ("cpu", "emulated", "cuda")
     }
     assert found == {"cpu": (800, 328, 2232), "emulated": (1510, 746, 4255), "cuda": (1910, 910, 5371)}

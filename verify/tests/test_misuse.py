@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import os
 import re
 import weakref
 from collections.abc import Callable, Sequence
@@ -23,6 +24,7 @@ from refimpl import (
     DevicePool,
     HostMemory,
     HostPool,
+    HostPoolGroup,
     LogicalPool,
     PoolSpec,
     Receipt,
@@ -31,6 +33,7 @@ from refimpl import (
     byte_offset,
     oracle,
     presets,
+    slots_of,
     support,
 )
 from refimpl.allocator import Budget
@@ -94,6 +97,11 @@ BAD_INDICES: dict[str, tuple[torch.Tensor, str]] = {
     "the second page is broken": (GOOD[[0, 1, 2, 3, 4, 5, 7, 6]], "index 3 breaks its page"),
     "less than zero": (GOOD - 4, "index -4 is outside the pool's 0.."),
     "a page past the end": (GOOD + 16, "index 24 is outside the pool's 0.."),
+    "without numbers": (
+        GOOD.to("meta"),
+        "indices must be a dense tensor in memory, got one that is torch.strided on meta",
+    ),
+    "sparse": (GOOD.to_sparse(), "indices must be a dense tensor in memory, got one that is torch.sparse_coo on cpu"),
     "far past the end": (GOOD + 2**40, f"index {2**40 + 8} is outside the pool's 0.."),
 }
 
@@ -118,6 +126,39 @@ def test_a_single_number_is_no_index_list() -> None:
     for use in (lambda: host.backup(device, torch.tensor(0), torch.tensor(0)), lambda: host.free(torch.tensor(0))):
         with pytest.raises(ValueError, match=r"must be a 1-D int64 or int32 tensor, got torch.int64 of shape \(\)"):
             use()
+
+
+NO_TENSORS: list[Any] = [[8, 9, 10, 11], (8, 9, 10, 11), np.arange(8, 12), range(8, 12), [], 8, "8"]
+
+
+@pytest.mark.parametrize("given", NO_TENSORS, ids=repr)
+@pytest.mark.parametrize("other", [None, GOOD], ids=["beside None", "beside a list"])
+def test_what_is_no_tensor_is_told_how_to_become_one(given: Any, other: torch.Tensor | None) -> None:
+    host, device = pair()
+    before = image(host, device)
+    uses = {
+        "host": lambda: host.backup(device, given, other),
+        "device": lambda: host.load_all(device, other, given),
+        "freed": lambda: host.free(given),
+    }
+    for side, use in uses.items():
+        told = f"{side} indices must be a 1-D int64 or int32 tensor, got {given!r}; torch.as_tensor() makes one"
+        with pytest.raises(TypeError, match=re.escape(told)):
+            use()
+    assert image(host, device) == before
+
+
+@pytest.mark.parametrize("pages", [[1.5], [True, False], [[0, 1]], 3, np.array([0.0])], ids=repr)
+def test_slots_are_of_pages_by_number(pages: Any) -> None:
+    """Not of 1.5 as of page 1, nor of a mask as of pages 0 and 1."""
+    with pytest.raises(ValueError, match="pages must be a 1-D list of numbers, got torch"):
+        slots_of(pages, 4)
+    assert slots_of([], 4).dtype == torch.int64
+
+
+def test_an_empty_list_costs_nothing_however_large_a_page_is() -> None:
+    spec, nothing = PoolSpec("one page would be a TiB", 1, 2**40, (Component("k", BYTE, dim=1),)), torch.arange(0)
+    assert HostPool(spec, "page_first", 0).backup(DevicePool(spec, 0), nothing, nothing).bytes == 0
 
 
 @both_ways
@@ -289,6 +330,25 @@ BAD_BUFFERS: dict[str, tuple[Callable[[], dict[str, list[torch.Tensor]]], str]] 
 }
 
 
+@pytest.mark.parametrize("buffer", [np.zeros((24, 2, 4), np.uint16), [[0]], None], ids=["array", "list", "None"])
+def test_a_device_buffer_is_a_tensor(buffer: Any) -> None:
+    with pytest.raises(TypeError, match=r"k of layer 1: a buffer must be a tensor \(torch.as_tensor makes one\)"):
+        DevicePool.wrap(SPEC, {"k": [*rows(1), buffer, *rows(1)], "v": rows()})
+
+
+@pytest.mark.parametrize("num_pages", [-1, 2.0, True, np.int32(6)])
+@pytest.mark.parametrize("spec", [SPEC, LogicalPool(1, 4).spec], ids=["rows", "no rows"])
+def test_a_device_pool_has_a_whole_number_of_pages(spec: PoolSpec, num_pages: Any) -> None:
+    with pytest.raises(ValueError, match=r"num_pages must be a whole number \(int\) from 0 on, got"):
+        DevicePool(spec, num_pages)
+
+
+def test_rows_without_lanes_may_be_wrapped() -> None:
+    spec = presets.mha(1, 2, 4, BF16, 4, v_head_dim=0)
+    device = DevicePool.wrap(spec, {"k": rows(1), "v": [torch.zeros(24, 2, 0, dtype=BF16)]})
+    assert HostPool(spec, "page_first", 5).backup(device, GOOD, GOOD).bytes == 2 * spec.page_bytes
+
+
 @pytest.mark.parametrize("mistake", BAD_BUFFERS)
 def test_device_buffers_that_do_not_fit_are_refused(mistake: str) -> None:
     buffers, reason = BAD_BUFFERS[mistake]
@@ -308,7 +368,10 @@ def test_device_buffers_that_do_not_fit_are_refused(mistake: str) -> None:
         ({"layout": "page_first_kv_split"}, UnsupportedPairing, "k, v names no split"),
         ({"platform": "tpu"}, ValueError, "platform must be one of ('cpu', 'cuda', 'emulated'), got 'tpu'"),
         ({"profile": "vllm"}, ValueError, "profile must be one of ('reference', 'sglang'"),
-        ({"num_pages": -1}, ValueError, "num_pages must not be negative, got -1"),
+        ({"num_pages": -1}, ValueError, "num_pages must be a whole number (int) from 0 on, got -1"),
+        ({"num_pages": 2.0}, ValueError, "num_pages must be a whole number (int) from 0 on, got 2.0"),
+        ({"num_pages": True}, ValueError, "num_pages must be a whole number (int) from 0 on, got True"),
+        ({"num_pages": np.int32(5)}, ValueError, "num_pages must be a whole number (int) from 0 on, got np.int32(5)"),
     ],
     ids=str,
 )
@@ -343,6 +406,17 @@ BAD_COMPONENTS: list[tuple[dict[str, Any], str]] = [
     ({"unit": "slot", "side": True, "layers": (0,)}, "a side state has no layers"),
     ({"layers": (0, 0)}, r"layers \(0, 0\) must be distinct ids"),
     ({"layers": (0, -1)}, r"layers \(0, -1\) must be distinct ids"),
+    ({"layers": [0, 1]}, r"layers must be a tuple, got \[0, 1\]"),
+    ({"layers": range(2)}, r"layers must be a tuple, got range\(0, 2\)"),
+    ({"layers": (0, 1.0)}, r"layers must be whole numbers \(int\), got \(0, 1.0\)"),
+    ({"split": [4, 4]}, r"split must be a tuple, got \[4, 4\]"),
+    ({"split": (4.0, 4)}, r"split must be whole numbers \(int\), got \(4.0, 4\)"),
+    ({"segments": [Segment(2, 4)], "unit": "page"}, r"segments must be a tuple, got \[Segment"),
+    ({"segments": (Segment(2, True),), "unit": "page"}, r"segments must be whole numbers \(int\), got \(Segment"),
+    ({"dim": [2, 4]}, r"dim must be whole numbers \(int\), got \[2, 4\]"),
+    ({"dim": 8.0}, r"dim must be whole numbers \(int\), got 8.0"),
+    ({"dim": np.int32(8)}, r"dim must be whole numbers \(int\), got np.int32\(8\)"),
+    ({"heads": True}, r"heads must be whole numbers \(int\), got True"),
 ]
 
 
@@ -361,6 +435,11 @@ BAD_SPECS: list[tuple[dict[str, Any], str]] = [
     ({"components": (K, replace(K, dim=3))}, r"component names must differ, got \['k', 'k'\]"),
     ({"components": (replace(K, layers=(0, 2)),)}, r"component 'k' owns layers \[2\], the pool has 2"),
     ({"components": (Component("s", BYTE, dim=1, unit="slot"),)}, "state slots need page_size 1, got 4"),
+    ({"components": [K]}, r"components must be a tuple, got \[Component"),
+    ({"components": K}, r"components must be a tuple, got Component"),
+    ({"layers": 2.0}, r"layers must be whole numbers \(int\), got 2.0"),
+    ({"page_size": True}, r"page_size must be whole numbers \(int\), got True"),
+    ({"head_groups": np.int64(1)}, r"head_groups must be whole numbers \(int\), got np.int64\(1\)"),
 ]
 
 
@@ -402,7 +481,8 @@ UNKNOWN: dict[str, tuple[Callable[[HostPool, DevicePool], object], type, str]] =
     "offset in a page": (lambda h, d: offset(page=5), IndexError, r"k: page 5 is outside 0\.\.4"),
     "offset before page 0": (lambda h, d: offset(page=-1), IndexError, r"k: page -1 is outside 0\.\.4"),
     "offset of a token": (lambda h, d: offset(token=4), IndexError, r"k: token 4 is outside 0\.\.3"),
-    "offset of a head": (lambda h, d: offset(head=2), IndexError, r"k: group 1 is outside 0\.\.0"),
+    "offset of a head": (lambda h, d: offset(head=2), IndexError, r"k: head 2 is outside 0\.\.1"),
+    "offset before head 0": (lambda h, d: offset(head=-1), IndexError, r"k: head -1 is outside 0\.\.1"),
     "offset in a part": (
         lambda h, d: offset(part=1),
         IndexError,
@@ -458,6 +538,15 @@ def test_heads_are_split_between_one_or_more_ranks(split: int) -> None:
         ValueError, match=f"keeps 2 heads outermost in a page, they cannot be split between {split} ranks"
     ):
         host.get_split_heads_page_buffer_meta(GOOD, split)
+
+
+def test_heads_of_every_component_must_split() -> None:
+    two, three = (Component(name, BYTE, heads=heads, dim=1) for name, heads in (("k", 2), ("v", 3)))
+    host = HostPool(PoolSpec("kv", 1, 1, (two, three)), "page_head", 1)
+    with pytest.raises(ValueError, match="keeps 2 and 3 heads outermost in a page, they cannot be split between 2"):
+        host.get_split_heads_page_buffer_meta(torch.arange(1), 2)
+    with pytest.raises(ValueError, match="keeps no heads outermost in a page"):
+        LogicalPool(1, 1, layout="page_head").get_split_heads_page_buffer_meta(torch.arange(1), 1)
 
 
 @pytest.mark.parametrize("layout", ["layer_first", "page_first", "page_unified"])
@@ -641,6 +730,31 @@ def test_a_pool_is_closed_also_when_a_registration_cannot_be_undone() -> None:
         host.backup(DevicePool(SPEC, 4), GOOD, GOOD)
 
 
+def test_a_group_closes_every_pool_riders_first_whatever_one_of_them_raises() -> None:
+    closed: list[str] = []
+
+    class Pool(HostPool):
+        def close(self) -> None:
+            super().close()
+            closed.append(self.spec.name)
+            if self.spec.name == "rider":
+                raise RuntimeError("the driver is gone")
+
+    rider = replace(SPEC, name="rider", indices_from="kv")
+    group = HostPoolGroup([Pool(spec, "page_first", 4) for spec in (SPEC, rider, replace(rider, name="last"))])
+    with pytest.raises(RuntimeError, match="the driver is gone"):
+        group.close()
+    assert closed == ["last", "rider", "kv"]
+
+
+@pytest.mark.parametrize("nbytes", [2**46, 2**70])
+def test_memory_that_the_system_does_not_have_is_told_in_bytes(nbytes: int) -> None:
+    spec, budget = PoolSpec("kv", 1, 1, (Component("k", BYTE, dim=1),)), Budget(2 * nbytes)
+    with pytest.raises(MemoryError, match=f"{nbytes:,} bytes of host memory are not to be had .*; take fewer pages"):
+        HostPool(spec, "page_first", nbytes, budget=budget)
+    assert budget.available == budget.total
+
+
 def moved_layers(direction: str, runs: Sequence[Sequence[int] | None]) -> list[tuple[int | None, ...]]:
     """Layers of each call that a transfer makes of a real backend."""
     host, device = pair(spec=STATES)
@@ -720,6 +834,18 @@ def test_device_rows_of_all_layers_may_lie_in_turn(layout: str, backend: str) ->
             assert torch.equal(page.view(BYTE), plain.buffer(c, 1)[source * 4 : source * 4 + 4].view(BYTE))
             page.view(BYTE).fill_(POISON)
     assert only_poison(arrived), "a row of another layer, page or component was written"
+
+
+def test_a_fork_leaves_memory_where_the_driver_has_it() -> None:
+    """What is pinned stays: parent and child write to the same bytes, and neither gets a copy unknown to devices."""
+    host, _ = pair()
+    memory = host.storage[0][1][0].view(BYTE).view(-1)
+    child = os.fork()
+    if not child:
+        memory[0] = 7
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert memory[:2].tolist() == [7, POISON]
 
 
 def test_eight_bit_floats_may_come_as_bytes() -> None:

@@ -733,6 +733,23 @@ def test_memory_is_unregistered_after_the_last_copy(backend: str, closed_by: str
 
 
 @every_backend
+def test_memory_is_unregistered_after_the_last_copy_whoever_closes_the_pool(backend: str, queue: QueueRuntime) -> None:
+    """A thread that closes what another one is closing waits as well."""
+    registrar, device = Watching(), DevicePool(SPEC, 6)
+    host = host_pool("page_first", backend, memory=HostMemory(registrar))
+    registrar.page = host.layer_view("v", 2)[3]
+    queue.delay(queue.current(), 0.2)
+    host.backup(device, slots_of([5, 0, 3], 4), slots_of([1, 4, 2], 4))
+    closing = [threading.Thread(target=host.close) for _ in range(3)]
+    for thread in closing:
+        thread.start()
+    for thread in closing:
+        thread.join(60)
+    assert registrar.seen
+    assert all(registrar.seen)
+
+
+@every_backend
 @every_direction
 def test_pools_and_lists_may_be_forgotten_while_they_are_at_work(
     backend: str, direction: str, queue: QueueRuntime

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from refimpl.emulated import QueueRuntime
 from refimpl.invariants import require_invariants
 from refimpl.pool_group import PoolTransfer
 from refimpl.radix import Match, Node, PrefixCache, Ticket
@@ -67,7 +68,7 @@ def make() -> Iterator[Make]:
         server.check_bytes()
         server.check_slots()
         server.check_readings()
-        assert all(not allocator._locks.any() for allocator in server.allocators.values())
+        assert all(not allocator.locks.any() for allocator in server.allocators.values())
         server.close()
 
 
@@ -133,6 +134,15 @@ def test_only_whole_pages_are_taken_and_found(tokens: int, length: int, make: Ma
     server.cache.clear()
 
 
+@pytest.mark.parametrize(
+    ("tokens", "told"), [([1.5] * 4, r"float64 of shape \(4,\)"), ([[1, 2], [3, 4]], r"int64 of shape \(2, 2\)")]
+)
+def test_tokens_that_are_no_list_of_numbers_are_refused(tokens: Any, told: str, make: Make) -> None:
+    server = make()
+    with pytest.raises(ValueError, match=f"tokens must be a list of whole numbers, got {told}"):
+        server.cache.match(tokens)
+
+
 def test_slots_that_are_not_taken_come_back_in_order(make: Make) -> None:
     """Of what is there already, and of what is behind the last whole page."""
     server = make()
@@ -173,6 +183,7 @@ SPOILT: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], str]] = {
     "misaligned at the end": (lambda slots: slots[[*range(8), 9, 10, 11, 8]], "begins a page but is no multiple of 4"),
     "out of order": (lambda slots: slots[[0, 2, 1, *range(3, 12)]], "breaks its page"),
     "out of order at the end": (lambda slots: slots[[*range(9), 10, 9, 11]], "breaks its page"),
+    "in two dimensions": (lambda slots: slots[:, None], r"1-D tensor on the CPU, got one of shape \(1[02], 1\) on cpu"),
     "repeated": (lambda slots: torch.cat([slots[:4], slots[:8]]), "is written twice"),
     "repeated at the end": (lambda slots: torch.cat([slots[:8], slots[:4]]), "is written twice"),
 }
@@ -198,6 +209,91 @@ def test_slots_that_are_no_pages_are_refused_and_the_tree_is_as_it_was(
         server.stack.device_slots[owner].free(some)
 
 
+# The tree has "ab" and "xy". A pool is given slots of "abc" and two tokens more, and some of them are the tree's.
+Known = dict[str, torch.Tensor]  # the tree's slots, by letter, or word of a state; "own": new ones
+KEPT: dict[str, tuple[str, str, Callable[[Known], list[torch.Tensor]]]] = {
+    "of another prefix": ("kv", "x", lambda known: [known["a"], known["b"], known["x"], known["own"][:2]]),
+    "of other tokens": ("kv", "b", lambda known: [known["b"], known["a"], known["own"][:6]]),
+    "of tokens before": ("kv", "b", lambda known: [known["own"][:8], known["b"], known["own"][8:10]]),
+    "behind the last whole page": ("kv", "y", lambda known: [known["own"][:12], known["y"][:2]]),
+    "of another window": ("swa", "x", lambda known: [known["x"], known["own"][:2]]),
+    "of a window before": ("swa", "b", lambda known: [known["b"], known["own"][:2]]),
+    "of another state": ("mamba", "xy", lambda known: [known["xy"]]),
+    "of the state before": ("mamba", "ab", lambda known: [known["ab"]]),
+}
+
+
+@pytest.mark.parametrize("how", KEPT)
+def test_slots_that_the_tree_has_of_other_tokens_are_refused_and_nothing_is_done(how: str, make: Make) -> None:
+    server = make("swa-mamba", windows={"swa": 4}, device_pages=12)
+    saved(server, "ab", "xy")
+    name, wrong, choose = KEPT[how]
+    known: Known = {}
+    for each in ("ab", "xy"):
+        slots = server.cache.match(pages(each)).slots(name)
+        known |= {each: slots} if name == "mamba" else dict(zip(each, slots.split(P), strict=True))
+    own = {owner: server.stack.device_slots[owner].alloc(1 if owner == "mamba" else 4 * P) for owner in server.owners}
+    mine = {owner: slots for owner, slots in own.items() if slots is not None}
+    known["own"] = mine[name]
+    given = {"kv": mine["kv"][:14], "swa": mine["swa"][:6], "mamba": mine["mamba"], name: torch.cat(choose(known))}
+    before = sides(server.cache), tree(server.cache, lambda node: node.hits), server.cache.now
+    slot = int(known[wrong][0])
+    with pytest.raises(
+        ValueError, match=f"pool '{name}': slot {slot} is kept already, of other tokens .* Name the slots"
+    ):
+        server.cache.insert([*pages("abc"), 7, 7], given)
+    assert (sides(server.cache), tree(server.cache, lambda node: node.hits), server.cache.now) == before
+    for owner, slots in mine.items():
+        server.stack.device_slots[owner].free(slots)
+
+
+def test_slots_of_a_longer_prefix_are_refused_where_it_parts(make: Make) -> None:
+    """ "abcd" is one node; "abx" names all three pages of its begin, and of the third it has other tokens."""
+    server = make()
+    assert server.insert(pages("abcd"))
+    slots = server.cache.match(pages("abcd")).slots("kv")
+    with pytest.raises(ValueError, match=f"slot {int(slots[2 * P])} is kept already"):
+        server.cache.insert(pages("abx"), {"kv": slots[: 3 * P]})
+    assert tree(server.cache) == {"abcd": {}}
+    assert server.cache.insert(pages("abc"), {"kv": slots[: 3 * P]}) == {}, "these are its own"
+
+
+def test_slots_of_one_tree_are_refused_by_another(make: Make) -> None:
+    server = make()
+    assert server.insert(pages("ab"))
+    slots = server.cache.match(pages("ab")).slots("kv")
+    other = PrefixCache(server.controller)
+    with pytest.raises(ValueError, match=f"slot {int(slots[0])} is kept already, of other tokens or by another tree"):
+        other.insert(pages("ab"), {"kv": slots})
+    assert tree(other) == {}
+
+
+def test_tokens_and_lists_are_the_callers_again(make: Make) -> None:
+    """A server writes its next request over them."""
+    server = make("swa-mamba", windows={"swa": 4})
+    tokens = np.array(pages("ab"))
+    slots = server._compute(tokens, dict.fromkeys(server.owners, 2 * P))
+    assert slots is not None
+    right = {name: some.clone() for name, some in slots.items()}
+    assert server.cache.insert(tokens, slots) == {}
+    tokens[:] = 9
+    for some in slots.values():
+        some[:] = 0
+    match = server.cache.match(pages("ab"))
+    assert {name: match.slots(name).tolist() for name in right} == {n: some.tolist() for n, some in right.items()}
+
+
+def test_a_node_keeps_no_more_memory_than_it_needs(make: Make) -> None:
+    """Of lists of whole prefixes each node has its part, not all of them."""
+    server = make()
+    for each in ("a", "ab", "abc"):
+        assert server.insert(pages(each))
+    for node in server.cache.match(pages("abc")).nodes:
+        held = node.device["kv"]
+        assert held.untyped_storage().nbytes() == held.nbytes == 8 * P
+        assert node.key.base is None
+
+
 def test_whoever_goes_on_behind_a_match_gets_back_only_what_is_his_own(make: Make) -> None:
     """He passes the slots of the match, which the tree has, and his own, of which it takes what it lacks."""
     server = make()
@@ -215,6 +311,19 @@ def test_whoever_goes_on_behind_a_match_gets_back_only_what_is_his_own(make: Mak
     left = server.cache.insert(pages("abc"), {"kv": torch.cat([match.slots("kv"), own[:4]])})
     assert left == {}, "all of them are the tree's"
     server.stack.device_slots["kv"].free(torch.cat([own[4:], again]))
+
+
+def test_a_window_and_a_state_may_be_named_by_who_goes_on_behind_them(make: Make) -> None:
+    """Of "abcd", one node, the window's pool has two pages."""
+    server = make("swa-mamba", windows={"swa": 8})
+    assert server.insert(pages("abcd"), {"swa": 8})
+    match = server.cache.match(pages("abcd"))
+    assert server.cache.insert(pages("abcd"), {name: match.slots(name) for name in server.owners}) == {}
+    own = server._compute(pages("abcde"), {"kv": 4, "swa": 4})
+    assert own is not None
+    behind = {name: torch.cat([match.slots(name), own[name]]) for name in ("kv", "swa")}
+    assert server.cache.insert(pages("abcde"), behind | {"mamba": own["mamba"]}) == {}
+    assert server.cache.match(pages("abcde")).slots("swa").tolist() == behind["swa"].tolist()
 
 
 @pytest.mark.parametrize("kind", ["mha", "dsa", "swa", "swa-mamba", "v4"])
@@ -258,7 +367,7 @@ def test_when_a_prefix_is_saved(policy: str, queued: list[int], make: Make) -> N
     server, seen = make(policy=policy), []
     for _ in range(3):
         assert server.insert(pages("ab"))
-        seen.append(len(server.controller._queued["backup"]))
+        seen.append(len(server.controller.queued("backup")))
     assert seen == queued
 
 
@@ -486,7 +595,7 @@ def test_only_what_is_missing_is_loaded(make: Make) -> None:
     assert ack.tokens == {"kv": 8, "swa": 8}, "of swa only the node with the window"
     assert not match.arriving
     assert server.load_back(match)
-    assert not server.controller._queued["load"], "there was nothing left to load"
+    assert not server.controller.queued("load"), "there was nothing left to load"
 
 
 @pytest.mark.parametrize("kind", ["dsa", "mha-draft", "v4", "sparse"])
@@ -514,7 +623,7 @@ def test_without_room_nothing_is_loaded(make: Make) -> None:
     match = server.cache.match(pages("cde"))
     server.cache.use(match)
     assert not server.load_back(server.cache.match(pages("ab")))
-    assert not server.controller._queued["load"]
+    assert not server.controller.queued("load")
     assert on(server, "device", "kv") == 1
     server.cache.release(match)
     assert server.load_back(server.cache.match(pages("ab")))
@@ -587,7 +696,7 @@ def test_nothing_is_loaded_of_nothing(make: Make) -> None:
     server = make()
     assert server.load_back(server.cache.match(pages("ab")))
     server.cache.use(Match(None, 0, 0))
-    assert not server.controller._queued["load"]
+    assert not server.controller.queued("load")
 
 
 # ---- what stays, and what goes first
@@ -615,8 +724,8 @@ def test_many_go_at_once_in_the_same_order(policy: str, make: Make, monkeypatch:
     for each in ("abd", "e", "abc"):
         server.cache.match(pages(each))
     passes, order, submitted = [], [], []
-    victims, drop, start = server.cache._victims, server.cache._drop, server.controller.start_writing
-    monkeypatch.setattr(server.cache, "_victims", lambda *asked: passes.append(asked) or victims(*asked))
+    victims, drop, start = server.cache.victims, server.cache._drop, server.controller.start_writing
+    monkeypatch.setattr(server.cache, "victims", lambda *asked: passes.append(asked) or victims(*asked))
     monkeypatch.setattr(server.cache, "_drop", lambda node, *where: order.append(word(node)) or drop(node, *where))
     monkeypatch.setattr(server.controller, "start_writing", lambda: submitted.append(start()))
     assert server.cache.evict("kv", 4 * P) == 5 * P
@@ -744,6 +853,56 @@ def test_what_was_computed_behind_a_load_that_fails_is_gone(saving: str, make: M
     server.check_slots()
 
 
+def saved_behind_a_load(server: Serving, failing: str = "") -> None:
+    """ "c" was computed behind "ab", and its backup has ended; of the load of "ab" nobody knows yet how it ends."""
+    sent_away(server, "ab")
+    server.hold("load acknowledge")
+    if failing:
+        server.hooks.fail(f"{failing} acknowledge", RuntimeError("the bus is down"))
+    assert server.load_back(server.cache.match(pages("ab")))
+    server.start_loading()
+    assert server.insert(pages("abc"))
+    server.controller.start_writing()
+    while isinstance(server.runtime, QueueRuntime) and server.runtime.advance():
+        pass
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_was_computed_behind_a_load_is_saved_once_the_load_has_ended(fails: bool, make: Make) -> None:
+    server = make("swa-mamba", windows={"swa": 4})
+    saved_behind_a_load(server, "load" if fails else "")
+    assert server.check() == []
+    for side in SIDES:
+        server.evict(side, "kv", 99)
+    assert sides(server.cache) == {"ab": "dh", "c": "d"}, "its backup goes on, as far as anybody is told"
+    server.check_slots()
+    server.let_go()
+    assert [(ack.direction, ack.error is not None) for ack in server.check()] == [("load", fails), ("backup", False)]
+    assert sides(server.cache) == ({"ab": "h"} if fails else {"ab": "dh", "c": "dh"})
+    server.check_slots()
+
+
+def test_a_backup_that_fails_before_a_load_has_ended_is_over(make: Make) -> None:
+    """Its host slots are free, so it has none to wait with."""
+    server = make()
+    saved_behind_a_load(server, "backup")
+    (ack,) = server.check()
+    assert "the bus is down" in str(ack.error)
+    assert tree(server.cache, lambda node: node.ticket is None) == {"ab": False, "c": True}
+    server.check_slots()
+
+
+def test_a_tree_is_cleared_while_a_backup_waits_for_a_load(make: Make) -> None:
+    server = make()
+    saved_behind_a_load(server)
+    assert server.check() == []
+    server.cache.clear()
+    server.check_slots()
+    server.let_go()
+    assert [ack.direction for ack in server.check()] == ["load", "backup"]
+    assert [on(server, side, "kv") for side in SIDES] == [8, 9]
+
+
 def test_nothing_is_loaded_behind_what_fails_while_room_is_made(make: Make) -> None:
     """Room is made for "d" by waiting for a backup, and what comes before "d" fails to arrive."""
     server = make(policy="write_back")
@@ -756,7 +915,7 @@ def test_nothing_is_loaded_behind_what_fails_while_room_is_made(make: Make) -> N
     assert (match.length, match.on_device, on(server, "device", "kv")) == (12, 8, 0)
     assert not server.load_back(match)
     assert sides(server.cache) == {"ab": "h", "d": "h", "uvwxyz": "h"}
-    assert not server.controller._queued["load"]
+    assert not server.controller.queued("load")
     assert server.load_back(match), "another time"
 
 
@@ -832,7 +991,7 @@ def test_375_tokens_are_cut_at_374_while_they_are_saved(make: Make) -> None:
     server, tokens = make(page_size=1, device_pages=400), np.arange(375) + 7
     hold = server.hooks.hold("backup copy")
     assert server.insert(tokens.tolist())
-    (operation,) = server.controller._queued["backup"]
+    (operation,) = server.controller.queued("backup")
     (slots,) = (t.host_indices for t in operation.transfers)
     assert slots is not None
     server.controller.start_writing()
@@ -850,7 +1009,7 @@ def test_375_tokens_are_cut_at_374_while_they_are_saved(make: Make) -> None:
     assert upper.ticket is lower.ticket is None
     assert isinstance(ack.tag, Ticket)
     assert list(ack.tag.parts) == [lower, upper]
-    assert not server.allocators["host", "kv"]._locks.any()
+    assert not server.allocators["host", "kv"].locks.any()
     with pytest.raises(ValueError, match="is not locked so often"):
         server.allocators["host", "kv"].unlock(slots[:1])
 

@@ -13,7 +13,6 @@ import pytest
 from kernels_cupy.specs import HASH
 from refimpl import LAYOUTS, Refusal, support
 from verify import gpu_record, matrix, sanitize
-from verify.tests.test_matrix import refused
 from verify.toys import TOYS
 
 RECORDS = sorted(gpu_record.RECORDS.glob("*/verify.json"))
@@ -58,7 +57,7 @@ def test_every_cell_of_the_matrix_is_on_record(record: dict[str, Any]) -> None:
     assert record["cells"] == {
         "complete": len(matrix.complete("cuda")),
         "covered": len(matrix.covered("cuda")),
-        "refused": len(refused("cuda")),
+        "refused": len(matrix.refused("cuda")),
         "seeds": 20,
     }, f"the matrix is another one now: {AGAIN}"
 

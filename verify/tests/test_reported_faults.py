@@ -37,6 +37,7 @@ from refimpl import (
 from refimpl.sizing import GB, common_pages, pages_for_bytes, pages_for_ratio, shares, slots_for_bytes
 from refimpl.support import DIRECTIONS, start_up
 from verify.reported import (
+    B13_SPEC,
     INDEX,
     LAYOUTS,
     MOVERS,
@@ -50,6 +51,7 @@ from verify.reported import (
     expected,
     fill,
     fill_host,
+    fill_many,
     host_pool,
     layer_crc,
     load,
@@ -399,7 +401,6 @@ def test_tables_for_a_device_hold_the_device_address(layout: str) -> None:
 
 # ---- B13, B08  Index lists of two sides are paired wrongly
 
-B13_SPEC = presets.mha(2, 2, 16, BF16, 4)
 B13 = [
     ((1, 6, 3), (7, 2, 5), "lf", "35e278fd", "138d677f"),
     ((1, 6, 3), (7, 2, 5), "pf", "6a9f3caa", "03d83a62"),
@@ -643,6 +644,8 @@ def test_part_of_a_page_cannot_be_had_and_too_much_is_none(pool: PageAllocator |
     """B20"""
     with pytest.raises(ValueError, match="cannot allocate 24 slots: pages hold 16"):
         pool.alloc(24)
+    with pytest.raises(TypeError, match="'float' object cannot be interpreted as an integer"):
+        pool.alloc(16.0)  # pyright: ignore[reportArgumentType]
     assert pool.alloc(80) is None
     assert pool.available_size() == 64
     assert pool.alloc(64) is not None
@@ -1025,16 +1028,6 @@ def test_descriptor_counts_on_either_side_of_a_driver_limit(count: int, backend:
     receipt = host.backup(device, torch.arange(count), torch.arange(count).flip(0))
     assert receipt.descriptors == count
     assert torch.equal(whole(host, "k").view(torch.int32).flatten(), torch.arange(count, dtype=torch.int32).flip(0))
-
-
-def fill_many(device: DevicePool) -> None:
-    """`fill`, all slots of a layer at once."""
-    slot, byte = np.arange(device.size)[:, None], np.arange(64)[None, :]
-    for name, kind in (("k", K), ("v", V)):
-        for layer in range(30):
-            buffer = device.buffer(name, layer)
-            content = T(kind, layer, slot, byte)  # type: ignore[arg-type]
-            buffer.copy_(torch.from_numpy(content).view(BF16).view(buffer.shape))
 
 
 # ---- B36  An option is changed silently, or an illegal pair is run

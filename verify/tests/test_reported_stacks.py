@@ -102,8 +102,8 @@ class Rig:
 
     def locked(self) -> bool:
         owners = self.stack.device_slots
-        allocators = [*owners.values(), *(self.host(name)._slots for name in owners)]
-        return any(bool(allocator._locks.any()) for allocator in allocators)
+        allocators = [*owners.values(), *(self.host(name).allocator for name in owners)]
+        return any(bool(allocator.locks.any()) for allocator in allocators)
 
 
 # ---- B01  The first write-back is handed indices of another device or type

@@ -22,7 +22,7 @@ from refimpl.geometry import Segment
 from refimpl.receipt import Receipt
 from refimpl.runtime import Stream
 from verify import fill
-from verify.tests.test_emulation import on_the_device
+from verify.guarded import on_the_device
 
 pytestmark = pytest.mark.emulated
 

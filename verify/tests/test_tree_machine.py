@@ -25,6 +25,7 @@ from refimpl.hooks import Hooks
 from refimpl.invariants import require_invariants
 from refimpl.operations import Ack, Operation
 from refimpl.radix import POLICIES, Match, Node, Ticket
+from refimpl.support import DIRECTIONS
 from verify import properties  # noqa: F401 - chooses how hard to try
 from verify.checked import CheckedCache
 from verify.plain_tree import PlainTree
@@ -81,7 +82,7 @@ class Both:
         self.windows = {name: WINDOWS[name] for name in self.stack.specs if name in WINDOWS}
         self.cache = _Telling(self.controller, policy, self.windows)
         self.allocators = {("device", name): slots for name, slots in self.stack.device_slots.items()}
-        self.allocators |= {("host", name): self.stack.host.pools[name]._slots for name in self.stack.device_slots}
+        self.allocators |= {("host", name): self.stack.host.pools[name].allocator for name in self.stack.device_slots}
         rows, states = [self.cache.anchor, *self.cache.rows], self.cache.states
         free = {place: slots.available_size() // slots.page_size for place, slots in self.allocators.items()}
         self.model = PlainTree(policy, P, rows, states, self.windows, free, self.cache.ended)
@@ -144,7 +145,7 @@ class Both:
         for match in self.in_use:
             self.cache.release(match)
         self.model.using.clear()
-        while any(self.controller._queued.values()) or any(self.controller._in_flight.values()):
+        while any(self.controller.queued(each) or self.controller.under_way(each) for each in DIRECTIONS):
             self.controller.start_writing()
             start_loading(self, lambda among: among[0])
             check(self, lambda among: True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -21,8 +22,9 @@ import pytest
 
 from refimpl import LAYOUTS
 from verify.reported import T
-from verify.vectors import check, payload
+from verify.vectors import check, faults, payload
 from verify.vectors.cases import FAMILIES, REASONS, Case, Geometry, of, refused
+from verify.vectors.faults import Fault
 from verify.vectors.reported import REPORTED
 from verify.vectors.write import FOLDER, ROOT, Pools, generate, groups
 
@@ -68,11 +70,36 @@ def test_the_generator_writes_them_byte_for_byte() -> None:
     assert not changed, "these are frozen: another content is another version"
 
 
+# Of the cases of a version: how many there were when it came out, and the SHA-256 of their lines.
+FROZEN = {
+    1: (2931, "282e6437d19ec559b6b4121470cfe31a9ea59351c6d3d2810f26b0e84aba0e21"),
+    2: (3237, "a598821a278d4cf529f49d9f4e8f37f4b25b2636f50d8a1efc095e4444b26d83"),
+}
+
+
+@pytest.mark.parametrize("version", FROZEN)
+def test_no_version_changes_the_cases_of_an_earlier_one(version: int) -> None:
+    lines = [line for family in FAMILIES for line in _lines_of(family, version)]
+    cases = sum(line.startswith("case ") for line in lines)
+    assert (cases, hashlib.sha256("".join(lines).encode()).hexdigest()) == FROZEN[version]
+    assert max(FROZEN) == manifest()["version"]
+
+
+def _lines_of(family: str, version: int) -> Iterator[str]:
+    """The groups of a version in the text form: bytes and lists, neither notes nor flags."""
+    since, kept = {group["id"]: group["since"] for group in vectors(family)["groups"]}, False
+    for line in (FOLDER / f"{family}.txt").read_text().splitlines(keepends=True)[1:]:
+        if line.startswith("group "):
+            kept = since[line.split()[1]] <= version
+        if kept:
+            yield line
+
+
 def test_the_manifest_names_every_file_with_its_digest() -> None:
     named = {file["name"]: file["sha256"] for file in manifest()["files"]}
     held = {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in FOLDER.iterdir()}
     assert named == {n: digest for n, digest in held.items() if n not in ("manifest.json", "README.md")}
-    assert sum(file.stat().st_size for file in FOLDER.iterdir()) < 3.2e6
+    assert sum(file.stat().st_size for file in FOLDER.iterdir()) < 4.9e6
 
 
 @pytest.mark.parametrize("file", ["manifest", *FAMILIES])
@@ -113,7 +140,7 @@ def test_every_layout_is_moved_both_ways_or_must_berefused(family: str) -> None:
             results = {(t["direction"], t["result"], t.get("reason")) for t in group["tests"]}
             ways = ["backup", "load"]
             if geometry.allowed(layout):
-                entries = geometry.spec.entries and "many" not in geometry.sets
+                entries = geometry.spec.entries and not {"some", "all"}.isdisjoint(geometry.sets)
                 ways += ["backup_entries", "load_entries"] if entries else []
                 assert {(way, "ok", None) for way in ways} <= results
             else:
@@ -139,6 +166,48 @@ def test_twins_are_the_layouts_with_the_same_bytes() -> None:
             alike = {other for other in LAYOUTS if filled.get(f"{name}/{other}") == filled[group["id"]] != []}
             present = {other for other in group["twins"] if f"{name}/{other}" in filled}
             assert present == alike - {layout}, group["id"]
+
+
+# ---- what data/vectors/README.md says
+
+GUIDE = (FOLDER / "README.md").read_text()
+
+
+def test_the_guide_has_the_payload_of_the_manifest() -> None:
+    assert "\n".join(manifest()["payload"]["formula"]) in GUIDE
+
+
+def test_the_guide_has_every_version() -> None:
+    assert [int(n) for n in re.findall(r"(?m)^(\d+)\. ", GUIDE.split("## Versions")[1])] == [*FROZEN]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_guide_tells_where_a_byte_lies(family: str) -> None:
+    """Its formulas, filled with the payload, come to the digests of every buffer."""
+    formulas = dict(re.findall(r"(?m)^ {6}(\w+) +(.+)$", GUIDE))
+    assert {*formulas} == {*LAYOUTS}
+    for group in (group for group in vectors(family)["groups"] if group["since"] == 1):  # the small ones
+        for side in ("host", "device"):
+            for buffer in group[side]:
+                formula = formulas[group["layout"] if side == "host" else "layer_first"]
+                data = _filled_by(formula.replace("/", "//"), group, buffer, group[f"{side}_pages"])
+                assert hashlib.sha256(data.tobytes()).hexdigest() == buffer["filled"], (group["id"], buffer["name"])
+
+
+def _filled_by(formula: str, group: Json, buffer: Json, pages: int) -> np.ndarray:
+    named = {c["name"]: c for c in group["components"]}
+    layers, held, first = buffer["layers"], [named[name] for name in buffer["components"]], buffer["first_byte"]
+    tokens, heads = group["page_size"] if held[0]["unit"] == "token" else 1, held[0]["heads"] or 1
+    counts = {"L": len(layers), "C": len(held), "P": pages, "T": tokens, "H": heads, "W": buffer["head_bytes"]}
+    counts["E"] = heads // (group["head_groups"] if held[0]["heads"] else 1)
+    data = np.full(buffer["bytes"], payload.POISON, np.uint8)
+    p, t, h, b = np.ogrid[:pages, :tokens, :heads, : buffer["head_bytes"]]
+    for c, i in np.ndindex(len(held), len(layers)):
+        width = held[c]["lanes"] * held[c]["element_bytes"]
+        rows = payload.rows(held[c]["id"], layers[i], pages, tokens, heads, width)
+        at = eval(formula, counts | {"l": i, "c": c, "p": p, "t": t, "h": h, "b": b})
+        data[at] = rows[..., first : first + b.size]
+    return data
 
 
 # ---- the payload
@@ -295,6 +364,65 @@ def test_flags_name_the_very_cases_that_catch_a_fault(flag: str) -> None:
     assert failed == {t["id"] for g, t in right if flag in caught(g, t)} != set()
 
 
+AT_SIZE = {
+    "PagesBeyond128Lost": LAYOUTS,
+    "PagesBeyond256Lost": LAYOUTS,
+    "PageNumbersAsBytes": LAYOUTS,
+    "LayersBeyond64Lost": LAYOUTS,
+    "LayersBeyond128Lost": tuple(layout for layout in LAYOUTS if layout != "page_head"),
+    "BeyondFirst16KLost": LAYOUTS,
+    "TailOf16KLost": LAYOUTS,
+}
+
+
+@pytest.mark.parametrize("flag", AT_SIZE)
+def test_a_fault_of_real_sizes_shows_in_every_layout_and_in_no_pool_of_version_1(flag: str) -> None:
+    groups = {group["id"]: group for group, test in every_case() if flag in caught(group, test)}
+    assert {group["since"] for group in groups.values()} == {2}
+    assert {group["layout"] for group in groups.values()} == {*AT_SIZE[flag]}
+
+
+# A fault with a limit, by that limit: which ones show in the very same cases, from the least to the greatest.
+LIMITS: dict[str, tuple[Callable[[int], Fault], int, int]] = {
+    "PagesBeyond128Lost": (lambda n: Fault("", pairs=faults.first_pages(n)), 65, 129),
+    "PagesBeyond256Lost": (lambda n: Fault("", pairs=faults.first_pages(n)), 130, 259),
+    "LayersBeyond64Lost": (lambda n: Fault("", moves=faults.first_layers(n)), 5, 69),
+    "LayersBeyond128Lost": (lambda n: Fault("", moves=faults.first_layers(n)), 70, 129),
+    "BeyondFirst16KLost": (lambda n: Fault("", kept=faults.first_bytes(n)), 8448, 32767),
+}
+
+
+@pytest.mark.parametrize("flag", LIMITS)
+def test_a_flag_says_which_limits_show_in_its_cases(flag: str) -> None:
+    limited, least, greatest = LIMITS[flag]
+    cases = {(g, c) for _, g, layout, cs in groups() for c in cs if g.allowed(layout) and c.result == "ok"}
+
+    def shown(limit: int) -> set[tuple[Geometry, Case]]:
+        return {(g, c) for g, c in cases if faults.shows(limited(limit), g, c)}
+
+    flagged = {(g, c) for g, c in cases if flag in faults.flags(g, c)}
+    assert f"from {least:,} to {greatest:,}" in manifest()["flags"][flag]
+    assert shown(least) == shown(greatest) == flagged
+    assert shown(least - 1) > flagged > shown(greatest + 1)
+
+
+@pytest.mark.parametrize("width", [16 << 10, 32 << 10])
+def test_the_tail_of_a_tile_is_lost_in_the_same_cases_for_tiles_of_16_and_32_kib(width: int) -> None:
+    cases = {(g, c) for _, g, layout, cs in groups() for c in cs if g.allowed(layout) and c.result == "ok"}
+    for g, c in cases:
+        lost = faults.shows(Fault("", kept=faults.whole_tiles(width)), g, c)
+        assert lost is ("TailOf16KLost" in faults.flags(g, c)), f"{g.name}, {c.name}"
+
+
+def test_no_two_faults_show_in_the_very_same_cases() -> None:
+    """So a diagnosis that names one names no other."""
+    shown: dict[frozenset[str], list[str]] = {}
+    for flag in manifest()["flags"]:
+        where = frozenset(test["id"] for group, test in every_case() if flag in caught(group, test))
+        shown.setdefault(where, []).append(flag)
+    assert [flags for flags in shown.values() if len(flags) > 1] == []
+
+
 # ---- the consumers
 
 
@@ -365,7 +493,7 @@ def test_the_numpy_consumer_sees_one_digit(folder: Path, file: str, after: str) 
         ("mha.txt", "buffer 0 8 384 1 0 2 0 1 "),
         ("mamba.txt", "\nhost 3 "),
         ("v4_paged.txt", "\ndevice 3 "),
-        ("mla.txt", "vectors 1 "),
+        ("mla.txt", "vectors "),
     ],
 )
 def test_the_c_consumer_sees_one_digit(folder: Path, file: str, after: str) -> None:

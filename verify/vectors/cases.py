@@ -5,7 +5,7 @@ One table of pools a family, and one table of page lists. Every pool meets every
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -34,6 +34,7 @@ class Geometry:
     sets     which tables of page lists it meets
     layouts  default: all
     threads  public reports that this pool stands for
+    since    the version of the vectors that it came with
     """
 
     name: str
@@ -44,6 +45,7 @@ class Geometry:
     ids: tuple[int, ...] = ()
     layouts: tuple[str, ...] = LAYOUTS
     threads: tuple[str, ...] = ()
+    since: int = 1
 
     @property
     def numbers(self) -> dict[str, int]:
@@ -83,6 +85,22 @@ def _many_pages(name: str, spec: PoolSpec, threads: tuple[str, ...] = ()) -> Geo
     return Geometry(name, spec, ("many",), 131, 137, threads=threads)
 
 
+# Sizes of real pools, where a mask, a byte, a block of threads or a tile ends; the rest is as small as can be. There is
+# one of each for each kind of row: of tokens, in pairs or single; of a state; of a whole page.
+
+
+def _layers(name: str, spec: PoolSpec) -> Geometry:
+    return Geometry(name, spec, ("layers",), 3, 4, since=2)
+
+
+def _lists(name: str, spec: PoolSpec) -> Geometry:
+    return Geometry(name, spec, ("lists",), 263, 269, since=2)
+
+
+def _row(name: str, spec: PoolSpec) -> Geometry:
+    return Geometry(name, spec, ("rows",), 2, 3, since=2)
+
+
 def _split_with_index() -> PoolSpec:
     latent = Component("latent", BF16, dim=12, split=(8, 4))
     return PoolSpec("kv", 3, 2, (latent, Component("index_k", BYTE, dim=13, layers=(0, 2))))
@@ -117,6 +135,11 @@ FAMILIES: dict[str, tuple[Geometry, ...]] = {
         Geometry("mha-page-64", presets.mha(2, 2, 16, BYTE, 64)),
         _many_pages("mha-many", presets.mha(2, 1, 4, BF16, 2)),
         _many_pages("mha-token-pages", presets.mha(2, 2, 8, BYTE, 1)),
+        _layers("mha-layers-70", presets.mha(70, 2, 4, BF16, 2)),
+        _lists("mha-lists-260", presets.mha(2, 2, 4, BF16, 2)),
+        _row("mha-row-32768", presets.mha(2, 1, 16384, BF16, 1)),
+        _row("mha-row-66080", presets.mha(2, 2, 16520, BF16, 1)),
+        _row("mha-row-33003", presets.mha(2, 1, 33003, BYTE, 1)),
     ),
     "asymmetric": (
         Geometry("asymmetric-tiny", presets.mha(2, 2, 8, BF16, 2, v_head_dim=4), TINY),
@@ -140,6 +163,11 @@ FAMILIES: dict[str, tuple[Geometry, ...]] = {
         Geometry("mla-wide", presets.mla(2, 576, BF16, 4, split=(512, 64))),
         Geometry("mla-fp8-rows", presets.mla(2, 656, BYTE, 4)),
         _many_pages("mla-many", presets.mla(2, 10, BYTE, 2, split=(8, 2))),
+        _layers("mla-layers-130", presets.mla(130, 8, BF16, 2, split=(4, 4))),
+        _lists("mla-lists-260", presets.mla(2, 8, BF16, 2, split=(4, 4))),
+        _row("mla-row-32768", presets.mla(2, 16384, BF16, 1)),
+        _row("mla-row-33040", presets.mla(2, 16520, BF16, 1, split=(16456, 64))),
+        _row("mla-row-33003", presets.mla(2, 33003, BYTE, 1, split=(32995, 8))),
     ),
     "dsa": (
         Geometry("dsa-tiny", presets.dsa_indexer((0, 2), 8, 8, 2), TINY, threads=_INDEX),
@@ -150,12 +178,20 @@ FAMILIES: dict[str, tuple[Geometry, ...]] = {
         Geometry("mamba-tiny", presets.mamba((0, 1, 3), _STATES, BF16, (2, 3, 4), FP32, _SIDES), TINY),
         Geometry("mamba-conv-only", presets.mamba((0, 2), [(7, 3)], BF16)),
         _many_pages("mamba-many", presets.mamba(2, [(3, 3)], BF16, (2, 1, 2), FP32, _SIDES[:1])),
+        _layers("mamba-layers-70", presets.mamba(70, [(4, 2)], BF16)),
+        _lists("mamba-lists-260", presets.mamba(2, [(4, 2)], BF16)),
+        _row("mamba-row-33040", presets.mamba(2, [(1652, 10)], BF16, (2, 64, 64), FP32)),
     ),
     "v4_paged": (
         Geometry("v4_paged-tiny", presets.v4_paged("c4", (1, 3), 25, 4, 2, (9, 2)), TINY, threads=_V4),
         Geometry("v4_paged-fp4-indexer", _fp4_indexer(), threads=("sglang#36121",)),
         Geometry("v4_paged-indexer", presets.v4_paged("c4_indexer", (2, 4), 8 * 132, 32, 8, (128, 4)), threads=_V4),
         _many_pages("v4_paged-many", presets.v4_paged("c128", (1,), 27, 2, 2, (9, 2)), _V4),
+        _layers("v4_paged-layers-70", presets.v4_paged("c4", range(1, 141, 2), 24, 8, 2, (8, 2))),
+        _lists("v4_paged-lists-260", presets.v4_paged("c4", (1, 3), 24, 8, 2, (8, 2))),
+        _row("v4_paged-row-32768", presets.v4_paged("c4", (1, 3), 32768, 256, 64, (504, 8))),
+        _row("v4_paged-row-33040", presets.v4_paged("c4", (1, 3), 33040, 256, 64, (508, 8))),
+        _row("v4_paged-row-33003", presets.v4_paged("c4", (1, 3), 33003, 256, 64, (507, 8))),
     ),
     "v4_state": (
         Geometry("v4_state-tiny", presets.v4_state("c4_state", (1, 3), 4, 11, 4), TINY, threads=_V4),
@@ -179,7 +215,7 @@ def of(geometry: Geometry, layout: str) -> Iterator[Case]:
     for lists in geometry.sets:
         if lists != "refused" or layout in ("layer_first", "page_first_direct"):
             yield from SETS[lists](geometry)
-    if geometry.spec.entries and "many" not in geometry.sets:
+    if geometry.spec.entries and not {"some", "all"}.isdisjoint(geometry.sets):
         yield from _entries(geometry)
 
 
@@ -223,12 +259,8 @@ def _all(g: Geometry) -> Iterator[Case]:
 
 
 def _many(g: Geometry) -> Iterator[Case]:
-    """The edges of batches and staging buffers. Both counts of pages are prime, so steps visit each page once."""
-    lists = {
-        f"{n}-scattered": ([7 * i % g.host_pages for i in range(n)], [(3 * i + 5) % g.device_pages for i in range(n)])
-        for n in (63, 64, 65)
-    }
-    lists |= {
+    """The edges of batches and staging buffers."""
+    lists = {f"{n}-scattered": _scattered(g, n) for n in (63, 64, 65)} | {
         "65-reversed": ([*range(10, 75)], [*range(130, 65, -1)]),
         "65-joined": ([*range(10, 75)], [*range(20, 85)]),
     }
@@ -238,7 +270,32 @@ def _many(g: Geometry) -> Iterator[Case]:
             yield Case(name, direction, tuple(host), tuple(device), note)
 
 
-def _both_ways(table: dict[str, Lists]) -> Iterator[Case]:
+def _scattered(g: Geometry, pages: int) -> tuple[list[int], list[int]]:
+    """A list for each side. Both counts of pages are prime, so steps visit each page once."""
+    return [7 * i % g.host_pages for i in range(pages)], [(3 * i + 5) % g.device_pages for i in range(pages)]
+
+
+def _layers_of_a_big_model(g: Geometry) -> Iterator[Case]:
+    owned, host, device = g.spec.owned_layers, (0, 2), (3, 1)
+    note = "As many layers as big models have: a mask, a byte or a block of threads ends before."
+    yield from _both_ways({"many-layers": (host, device, note, ())})
+    few = owned[64], owned[-1], owned[1]
+    yield Case("layer-64", "load", host, device, "A late layer is none of the first ones.", layers=few)
+
+
+def _lists_of_a_long_prefix(g: Geometry) -> Iterator[Case]:
+    note = "As many pages as a long prefix has: a byte or a block of threads ends before."
+    lists = {f"{n}-scattered": (*_scattered(g, n), note, ()) for n in (130, 260)}
+    last = [g.host_pages - 1, 1, 256], [256, g.device_pages - 1, 0]
+    yield from _both_ways(lists | {"beyond-256": (*last, "The numbers of these pages are no bytes.", ())})
+
+
+def _rows_of_many_tiles(g: Geometry) -> Iterator[Case]:
+    note = "Rows wider than the tile or the shared memory that moves them: whole tiles, or with a tail."
+    yield from _both_ways({"wide-rows": ((0, 1), (2, 1), note, ())})
+
+
+def _both_ways(table: Mapping[str, Lists]) -> Iterator[Case]:
     for name, (host, device, note, threads) in table.items():
         for direction in ("backup", "load"):
             yield Case(name, direction, tuple(host), tuple(device), note, threads=threads)
@@ -332,4 +389,12 @@ def _refused_entries(g: Geometry) -> Iterator[Case]:
             yield Case(name, direction, host, device, BAD[reason], "entries", result="must-refuse", reason=reason)
 
 
-SETS = {"some": _some, "all": _all, "many": _many, "refused": refused}
+SETS = {
+    "some": _some,
+    "all": _all,
+    "many": _many,
+    "layers": _layers_of_a_big_model,
+    "lists": _lists_of_a_long_prefix,
+    "rows": _rows_of_many_tiles,
+    "refused": refused,
+}

@@ -14,10 +14,6 @@ from verify.vectors.cases import Case, Geometry
 from verify.vectors.write import FOLDER, Pools, generate, run_oracle
 
 
-class Wrong(AssertionError):
-    """An implementation and a golden vector differ."""
-
-
 def main(argv: list[str] | None = None) -> int:
     """Write the vectors, or tell which files differ from what would be written."""
     parser = Parser(prog="python -m verify.vectors", description=main.__doc__)

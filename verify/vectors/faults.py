@@ -106,10 +106,31 @@ def _token_as_row(t: Task) -> Pairs:
     return [(to * p % t.counts[0], source * p % t.counts[1]) for to, source in t.pairs]
 
 
+def _page_numbers_as_bytes(t: Task) -> Pairs:
+    return t.pairs if t.case.unit == "entries" else [(to % 256, source % 256) for to, source in t.pairs]
+
+
+def first_pages(count: int) -> Callable[[Task], Pairs]:
+    return lambda t: t.pairs[:count]
+
+
+def first_layers(count: int) -> Callable[[Task, Component, int | None], bool]:
+    return lambda t, c, layer: asked(t, layer) and t.spec.layers_of(c).index(layer) < count
+
+
+def first_bytes(count: int) -> Callable[[Task, Component], int]:
+    return lambda t, c: min(c.row_bytes, count)
+
+
+def whole_tiles(width: int) -> Callable[[Task, Component], int]:
+    return lambda t, c: c.row_bytes // width * width or c.row_bytes
+
+
 def _payload_bytes(t: Task, c: Component) -> int:
     return sum(s.entries * s.bytes for s in c.segments) or c.row_bytes
 
 
+# A limit is simulated once; another one shows in the same cases as long as no pool and no list has a size in between.
 FLAGS: dict[str, Fault] = {
     "FirstSourceRunsOn": Fault(
         "Only the first source page is read from the list; the rest follow it.", _from_the_first
@@ -126,6 +147,13 @@ FLAGS: dict[str, Fault] = {
     "BatchTailLost": Fault(
         "What is left after whole batches of 64 is lost.", lambda t: t.pairs[: len(t.pairs) // 64 * 64 or None]
     ),
+    "PagesBeyond128Lost": Fault(
+        "Of a list only the first 128 pages, or another number from 65 to 129, are moved.", first_pages(128)
+    ),
+    "PagesBeyond256Lost": Fault(
+        "Of a list only the first 256 pages, or another number from 130 to 259, are moved.", first_pages(256)
+    ),
+    "PageNumbersAsBytes": Fault("Of the number of a page only the lower 8 bits are used.", _page_numbers_as_bytes),
     "RowsOfPagesByToken": Fault("Rows are addressed by the number of a token, not of its page.", _token_as_row),
     "LayersSwapped": Fault("A layer gets the bytes of the next one.", source=_next_layer),
     "FirstLayerOnly": Fault(
@@ -135,6 +163,14 @@ FLAGS: dict[str, Fault] = {
     "LastLayerLost": Fault(
         "The last layer (a draft's, say) is left out.",
         moves=lambda t, c, layer: asked(t, layer) and layer != t.spec.layers_of(c)[-1],
+    ),
+    "LayersBeyond64Lost": Fault(
+        "Layers beyond the first 64, or another number from 5 to 69, are left out, or taken for others.",
+        moves=first_layers(64),
+    ),
+    "LayersBeyond128Lost": Fault(
+        "Layers beyond the first 128, or another number from 70 to 129, are left out, or taken for others.",
+        moves=first_layers(128),
     ),
     "LayersNotAskedFor": Fault("A load of some layers moves all of them.", moves=lambda t, c, layer: True),
     "SideStatesLost": Fault(
@@ -152,6 +188,13 @@ FLAGS: dict[str, Fault] = {
     ),
     "TailOf128Lost": Fault(
         "Bytes of a row beyond a multiple of 128 stay behind.", kept=lambda t, c: c.row_bytes // 128 * 128
+    ),
+    "BeyondFirst16KLost": Fault(
+        "Bytes of a row beyond the first 16,384, or another number from 8,448 to 32,767, stay behind.",
+        kept=first_bytes(16384),
+    ),
+    "TailOf16KLost": Fault(
+        "Of rows that have whole tiles of 16 or 32 KiB, what is behind these stays behind.", kept=whole_tiles(16384)
     ),
     "PaddingLost": Fault("The padding of an opaque row stays behind.", kept=_payload_bytes),
     "EntryAsOneRange": Fault(
@@ -190,9 +233,17 @@ def flags(geometry: Geometry, case: Case) -> tuple[str, ...]:
         return (REFUSALS[case.reason][0],)
     if not case.host:
         return ()
-    task = _task(geometry, case)
-    right = _image(task, Fault(""))
-    return tuple(name for name, fault in FLAGS.items() if _differ(right, _image(task, fault)))
+    return tuple(name for name, fault in FLAGS.items() if shows(fault, geometry, case))
+
+
+def shows(fault: Fault, geometry: Geometry, case: Case) -> bool:
+    """Whether a fault changes the bytes of a transfer."""
+    return _differ(_right(geometry, case), _image(_task(geometry, case), fault))
+
+
+@lru_cache(maxsize=1)
+def _right(geometry: Geometry, case: Case) -> Image:
+    return _image(_task(geometry, case), Fault(""))
 
 
 def _task(geometry: Geometry, case: Case) -> Task:

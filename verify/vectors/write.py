@@ -21,7 +21,7 @@ from verify.vectors.reported import REPORTED
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "data" / "vectors"
-VERSION = 1
+VERSION = 2
 WITH_BYTES = 1024  # a destination of no more bytes is written out
 
 UNITS = ("token", "page", "slot")
@@ -183,6 +183,7 @@ def as_group(geometry: Geometry, layout: str, cases: list[Case]) -> Json:
         test["flags"] = [flag for flag in test["flags"] if flag not in shared]
     return {
         "id": f"{geometry.name}/{layout}",
+        "since": geometry.since,
         "layout": layout,
         "layers": spec.layers,
         "page_size": spec.page_size,
