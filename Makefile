@@ -8,12 +8,12 @@
 # NB=path             for `make notebooks`, `make run` and `make lab-check`: this notebook only
 # ARGS=               for `make run`, `make bench`, `make bench-gpu` and `make lab`: passed on
 # A=file B=file       for `make compare`: results of two devices, or of two commits
-# DEVICE=h200         for what runs on GPUs: its folder in data/results, if not named after the GPU (GPUS=2: h200-x2)
+# DEVICE=h200         for what runs on GPUs: its folder in data/results, if not named after the GPU (two: h200-x2)
 
 PYTHON ?= python3
 ENV ?=
 DEVICE ?= $(shell $(PY) -c "import torch; print(torch.cuda.get_device_name().split()[-1].lower())")
-GPUS ?= $(shell $(PY) -c "import torch; print(torch.cuda.device_count())")
+GPUS = $(shell $(PY) -c "import torch; print(torch.cuda.device_count())")
 TOOLS := memcheck initcheck synccheck
 
 ifeq ($(ENV),current)
@@ -67,9 +67,9 @@ $(SANITIZED): out/%.log: gpu-at-hand
 	tail -n 1 $@
 
 verify-gpu: gpu-at-hand ## the matrix, streams and lifetimes on an NVIDIA GPU; recorded in data/results/$(DEVICE)/verify.json
+	$(NEEDS) notebooks
 	$(MAKE) --no-print-directory --jobs=$(words $(TOOLS)) sanitize
 	$(PY) -m verify.gpu_record --out data/results/$(DEVICE)/verify.json --sanitizer $(SANITIZED) $(ARGS)
-	$(NEEDS) notebooks
 	$(PY) -m pytest verify/tests/test_live_book.py --full --timeout 900
 
 bench-gpu: gpu-at-hand ## measure the GPU backends: make bench-gpu ARGS="--portion core,sglang --resume"

@@ -164,7 +164,7 @@ class PageAllocator:
 
 
 def _read_only(array: np.ndarray) -> np.ndarray:
-    """The array itself, as it is now and will be."""
+    """The array itself: it shows what becomes of the pages, until the pool is cleared."""
     view = array.view()
     view.flags.writeable = False
     return view

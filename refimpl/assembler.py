@@ -21,7 +21,7 @@ from refimpl.backends import registry
 from refimpl.backends.protocol import Setup
 from refimpl.device_pool import UNLIMITED, DevicePool
 from refimpl.devices import others_of_its_platform, platform_of, settled
-from refimpl.geometry import PoolSpec
+from refimpl.geometry import PoolSpec, is_int
 from refimpl.host_pool import HostPool
 from refimpl.layout import Buffer, buffers, upstream_shape
 from refimpl.pinned import HostMemory
@@ -283,7 +283,7 @@ def _require_numbers(
 ) -> None:
     """Of the right kind, before they are counted with."""
     pages = list(device_pages.values()) if isinstance(device_pages, Mapping) else [device_pages]
-    if not all(type(n) is int for n in pages if n is not None):
+    if not all(is_int(n) for n in pages if n is not None):
         raise TypeError(f"device_pages must be a whole number, or one for each pool by name; got {device_pages!r}")
     if host_bytes is not None and type(host_bytes) is not int:
         raise TypeError(f"host_bytes must be a whole number of bytes, got {host_bytes!r}")

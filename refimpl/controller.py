@@ -1,11 +1,11 @@
 """Backups and loads of a stack: queued, merged, put in order with the model's work and each other, acknowledged.
 
 A backup begins after what the caller's stream was given so far, after the write fence (the stream of a forward pass
-that may still write the rows) and after loads that touch the same slots; a load likewise. What reads the slots of a
-transfer that fails, fails too. One stream carries all backups, one all loads. Loads are submitted layer by layer over
-all pools, and `wait_until` lets the model's stream wait for one layer. States that a model overwrites in place have a
-stream of their own, since the caller's goes on only when they were read. How operations are queued, and what is locked
-meanwhile, is in `queueing.py`.
+that may still write the rows) and after loads that touch the same slots; a load likewise. What was submitted to
+read the slots of a transfer under way fails with it. One stream carries all backups, one all loads. Loads are submitted
+layer by layer over all pools, and `wait_until` lets the model's stream wait for one layer. States that a model
+overwrites in place have a stream of their own, since the caller's goes on only when they were read. How operations are
+queued, and what is locked meanwhile, is in `queueing.py`.
 
 On a CPU the work is queued too, and runs when somebody waits for it: `acknowledge(wait=True)`.
 
@@ -170,9 +170,9 @@ class Controller(Queues):
                 self.runtime.wait(stream, copied)
 
     def _streams_of(self, batch: Batch) -> list[Stream]:
-        """The one of its direction, and before that the one of states, if it backs some up."""
+        """The one of its direction comes last, and before it the one of states, if it backs some up."""
         states = any(self._in_place(batch, name) for name in batch.names())
-        return [self._streams["states"]] * states + [self._streams[batch.direction]]
+        return [self._streams[name] for name in (("states",) if states else ()) + (batch.direction,)]
 
     def _in_place(self, batch: Batch, name: str) -> bool:
         """Whether it backs up a pool that the model is going to overwrite, and waits for."""
@@ -307,7 +307,8 @@ class Controller(Queues):
         """Whatever was to bring what it reads has not failed, so far."""
         for source in batch.sources:
             if source.error:
-                raise RuntimeError(f"a {source.direction} failed that was to bring what it reads: {source.error}")
+                message = f"a {source.direction} failed that was to bring what it reads: {source.error}"
+                raise RuntimeError(message) from source.error
 
     def _require_complete(self, batch: Batch) -> None:
         for name in batch.names():

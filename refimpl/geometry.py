@@ -95,6 +95,7 @@ class Component:
         owned = () if self.layers is None else self.layers
         for field, value in (("layers", owned), ("split", self.split), ("segments", self.segments)):
             require(isinstance(value, tuple), f"{field} must be a tuple, got {value!r}")
+        require(all(isinstance(s, Segment) for s in self.segments), f"segments are `Segment`s, got {self.segments!r}")
         numbers = {
             "dim": self.row_shape,
             "heads": (self.heads or 1,),
@@ -157,7 +158,7 @@ class PoolSpec:
         require(isinstance(self.components, tuple), f"components must be a tuple, got {self.components!r}")
         names = [c.name for c in self.components]
         for field in ("layers", "page_size", "head_groups"):
-            require(is_int(getattr(self, field)), f"{field} must be whole numbers (int), got {getattr(self, field)!r}")
+            require(is_int(getattr(self, field)), f"{field} must be a whole number (int), got {getattr(self, field)!r}")
         require(self.layers >= 0, f"layers must not be negative, got {self.layers}")
         require(self.page_size >= 1, f"page_size must be at least 1, got {self.page_size}")
         require(self.head_groups >= 1, f"head_groups must be at least 1, got {self.head_groups}")

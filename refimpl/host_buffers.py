@@ -193,9 +193,8 @@ class HostBuffers:
             for tensor in tensors:
                 target = tensor.select(buffer.axes.index("page"), page)
                 nbytes = target.numel() * buffer.dtype.itemsize
-                aligned = flat[
-                    first : first + nbytes
-                ].clone()  # torch views bytes as wider elements only from an even start
+                # Torch views bytes as wider elements only from an even start.
+                aligned = flat[first : first + nbytes].clone()
                 target.copy_(aligned.view(buffer.dtype).view(target.shape))
                 first += nbytes
 

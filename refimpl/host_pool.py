@@ -15,7 +15,7 @@ from refimpl.backends import registry
 from refimpl.backends.protocol import Setup
 from refimpl.device_pool import DevicePool
 from refimpl.devices import others_of_its_platform, platform_of, settled
-from refimpl.geometry import PoolSpec
+from refimpl.geometry import PoolSpec, is_int
 from refimpl.host_buffers import HostBuffers
 from refimpl.indices import Indices, check_pair
 from refimpl.pinned import CudaRegistrar, HostMemory
@@ -67,7 +67,7 @@ class HostPool(HostBuffers):
         spec.require_pages(num_pages)
         for option, value in (("staging_pages", staging_pages), ("blocks", blocks)):
             least, most = BOUNDS[option]
-            if value is not None and not (type(value) is int and least <= value <= most):
+            if value is not None and not (is_int(value) and least <= value <= most):
                 raise ValueError(
                     f"pool {spec.name!r}: {option} must be from {least} to {most:,}, or None; got {value!r}"
                 )

@@ -64,7 +64,8 @@ class Ack:
     """An operation that has ended.
 
     tokens    index units moved, by pool; `bytes` likewise
-    seconds   of the device, for all operations that were submitted together
+    seconds   of the device, for all operations that were submitted together; where states are among them, from the
+              first state on, which does not wait for earlier backups as the rest does
     error     why it failed (operations that were submitted together fail together, unless one was `Dropped` before);
               its destinations then hold nothing that can be relied on, its sources are untouched
     receipts  by pool of what was submitted together, one for each run (a load has one a layer): path, descriptors, …
@@ -84,7 +85,8 @@ class Batch:
     """Operations that are submitted together, one transfer for each pool.
 
     producer   of a load: the number under which its layers are waited for
-    sources    transfers the other way, under way when it was submitted, which were to bring what it reads
+    sources    transfers the other way, under way when it was submitted, which were to bring what it reads; or may
+               be, where the host does not know the slots: better a backup too few than one of what never came
     looked_up  slots of windows that are looked up when the copy runs
     verdicts   raise what only the device knew
     """

@@ -123,7 +123,6 @@ class PrefixCache:
     """
     policy   one of `POLICIES`
     windows  pool -> tokens at the end of a prefix for which it must have slots; all of them where it is not named
-    early    backups that have ended before a load of what comes before them, and count for nothing until then
 
     Pools by what a node has of them: `anchor`, a slot for each token; `rows`, slots for tokens at the end; `states`,
     one slot. Others ride on these.
@@ -143,7 +142,7 @@ class PrefixCache:
         wrong = {name: window for name, window in self.windows.items() if name not in self.rows or window < 0}
         if wrong:
             raise ValueError(f"windows {wrong}: there are windows of {self.rows}, of 0 tokens and more")
-        self.early: list[Ack] = []
+        self.early: list[Ack] = []  # backups that ended before a load of what they are of: nothing until that has ended
         self._acks: list[Ack] = []  # for the next check
         self.root = Node(np.empty(0, np.int64))
         self.now = 0  # counts uses
@@ -460,7 +459,10 @@ class PrefixCache:
         return sorted(found, key=lambda t: order.index(t.name))
 
     def check(self, wait: bool = False) -> list[Ack]:
-        """Take note of what has ended; `wait`: of everything that was submitted."""
+        """Take note of what has ended; `wait`: of everything that was submitted.
+
+        In order for each direction, but for backups of what was computed behind a load: they are told after it.
+        """
         acks, self._acks = self._acks + self._noted(wait), []
         return acks
 
@@ -544,12 +546,9 @@ class PrefixCache:
         while freed < need and (victims := self.victims(side, name, need - freed)):
             if side == "device" and self.policy == "write_back":
                 self._save(victims)
-            before = freed
             for node in victims:
-                if self._may_go(node, side, name):  # not if its backup is held
+                if self._may_go(node, side, name):  # a backup that has not ended keeps it, and it is no victim again
                     freed += self._drop(node, side, name)
-            if freed == before:
-                break
         return freed
 
     def _save(self, nodes: Sequence[Node]) -> None:

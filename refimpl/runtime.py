@@ -176,9 +176,11 @@ class Pending:
         """Block until all of it is done. Whoever calls this waits, also when another thread does so already."""
         with self._lock:
             work = list(self._work)
-        call_all(event.synchronize for event, _ in work)
-        with self._lock:
-            self._let_go()
+        try:
+            call_all(event.synchronize for event, _ in work)
+        finally:
+            with self._lock:
+                self._let_go()
 
     def _let_go(self) -> None:
         """Of what has passed."""

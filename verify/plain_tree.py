@@ -298,12 +298,9 @@ class PlainTree:
                 saving = [end for end in victims if self.back_up(end) and end in self.moving]
                 if saving:
                     self.note()
-            before = freed
             for end in victims:
                 if self.may_go(end, side, name):
                     freed += self.drop(end, side, name)
-            if freed == before:
-                break
         return freed
 
     def victims(self, side: str, name: str, need: int) -> list[str]:

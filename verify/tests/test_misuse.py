@@ -413,6 +413,7 @@ BAD_COMPONENTS: list[tuple[dict[str, Any], str]] = [
     ({"split": (4.0, 4)}, r"split must be whole numbers \(int\), got \(4.0, 4\)"),
     ({"segments": [Segment(2, 4)], "unit": "page"}, r"segments must be a tuple, got \[Segment"),
     ({"segments": (Segment(2, True),), "unit": "page"}, r"segments must be whole numbers \(int\), got \(Segment"),
+    ({"segments": ((2, 4),), "unit": "page"}, r"segments are `Segment`s, got \(\(2, 4\),\)"),
     ({"dim": [2, 4]}, r"dim must be whole numbers \(int\), got \[2, 4\]"),
     ({"dim": 8.0}, r"dim must be whole numbers \(int\), got 8.0"),
     ({"dim": np.int32(8)}, r"dim must be whole numbers \(int\), got np.int32\(8\)"),
@@ -437,9 +438,9 @@ BAD_SPECS: list[tuple[dict[str, Any], str]] = [
     ({"components": (Component("s", BYTE, dim=1, unit="slot"),)}, "state slots need page_size 1, got 4"),
     ({"components": [K]}, r"components must be a tuple, got \[Component"),
     ({"components": K}, r"components must be a tuple, got Component"),
-    ({"layers": 2.0}, r"layers must be whole numbers \(int\), got 2.0"),
-    ({"page_size": True}, r"page_size must be whole numbers \(int\), got True"),
-    ({"head_groups": np.int64(1)}, r"head_groups must be whole numbers \(int\), got np.int64\(1\)"),
+    ({"layers": 2.0}, r"layers must be a whole number \(int\), got 2.0"),
+    ({"page_size": True}, r"page_size must be a whole number \(int\), got True"),
+    ({"head_groups": np.int64(1)}, r"head_groups must be a whole number \(int\), got np.int64\(1\)"),
 ]
 
 

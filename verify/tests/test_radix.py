@@ -413,6 +413,23 @@ def test_write_back_evicts_nothing_whose_backup_is_held(make: Make) -> None:
     assert sides(server.cache) == {"ab": "h"}
 
 
+def test_write_back_passes_over_what_waits_for_a_load(make: Make) -> None:
+    """The least recently used was computed behind a state that is being loaded: its backup cannot count before that."""
+    server = make("mamba", policy="write_back")
+    for each in ("ab", "abc", "xy"):
+        assert server.insert(pages(each))
+    assert server.cache.evict("mamba", 1) == 1
+    match = server.cache.match(pages("ab"))
+    assert server.cache.load_back(match), "the state of ab is on its way"
+    server.cache.match(pages("xy"))
+    assert server.cache.evict("kv", P) == 2 * P
+    assert sides(server.cache) == {"ab": "dh", "c": "d", "xy": "h"}
+    server.start_loading()
+    server.check(wait=True)
+    assert server.cache.evict("kv", P) == P, "now it may go"
+    assert sides(server.cache) == {"ab": "dh", "c": "h", "xy": "h"}
+
+
 def test_nothing_is_saved_twice(make: Make) -> None:
     server = make()
     saved(server, "ab", "ab", "abc", "a")
