@@ -66,7 +66,7 @@ $(SANITIZED): out/%.log: gpu-at-hand
 	  $(if $(filter initcheck,$*),--plain-copies) > $@ 2>&1 || { tail -n 50 $@; exit 1; }
 	tail -n 1 $@
 
-verify-gpu: gpu-at-hand ## the matrix, streams and lifetimes on an NVIDIA GPU; recorded in data/results/$(DEVICE)/verify.json
+verify-gpu: gpu-at-hand ## the suite on an NVIDIA GPU, recorded in data/results/$(DEVICE)/verify.json; then the notebooks, live
 	$(NEEDS) notebooks
 	$(MAKE) --no-print-directory --jobs=$(words $(TOOLS)) sanitize
 	$(PY) -m verify.gpu_record --out data/results/$(DEVICE)/verify.json --sanitizer $(SANITIZED) $(ARGS)

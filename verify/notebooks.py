@@ -93,6 +93,12 @@ def pair(notebook: Path) -> Path:
     return notebook.parent / "py" / f"{notebook.stem}.py"
 
 
+def results_of(notebook: Path) -> str:
+    """The kind of results that a notebook has from `here.shown`, which measures them on a GPU; "" if none."""
+    found = re.search(r'here\.shown\(\s*"(\w+)"', pair(notebook).read_text(encoding="utf-8"))
+    return found[1] if found else ""
+
+
 def execute(
     paths: Iterable[Path],
     out_dir: Path,

@@ -19,7 +19,7 @@ from verify.bench.gpu import here
 
 SLOWER = 1.04  # too little for another unit: 970 µs stay below a millisecond
 GPU = "NVIDIA Toy"
-ARTICLES = sorted(text.stem for text in notebooks.NOTEBOOKS.glob("py/*.py") if "here.shown(" in text.read_text())
+ARTICLES = [path.stem for path in notebooks.committed() if notebooks.results_of(path)]
 
 
 def slower(content: Any, key: str = "") -> Any:
@@ -64,9 +64,8 @@ def bare(output: NotebookNode) -> list[str]:
 @pytest.mark.parametrize("name", ARTICLES)
 def test_another_devices_figures_change_numbers_and_nothing_else(name: str, tmp_path: Path):
     path = notebooks.NOTEBOOKS / f"{name}.ipynb"
-    (kind,) = re.findall(r'here\.shown\(\s*"(\w+)"', notebooks.pair(path).read_text())
     results = tmp_path / "results.json"
-    results.write_text(json.dumps(slower(json.loads(here.committed(kind).read_text()))))
+    results.write_text(json.dumps(slower(json.loads(here.committed(notebooks.results_of(path)).read_text()))))
     (live,) = notebooks.execute([path], tmp_path, env=notebooks.PARAMETERS | {"RESULTS": str(results)})
     assert not live.error
     theirs, committed = (nbformat.read(which, as_version=4) for which in (live.notebook, path))
