@@ -1,7 +1,7 @@
 """Backend `direct`: the copy engine, one descriptor a run, many descriptors a call.
 
 Runs that continue each other on both sides become one. The batched call refuses CUDA's legacy default stream, which is
-torch's default: then a private stream takes over, from the caller's last work to the caller's next.
+torch's default: then a stream beside it takes over, from the caller's last work to the caller's next.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ Descriptors = tuple[np.ndarray, np.ndarray, np.ndarray]  # host and device addre
 class CopyEngine:
     def __init__(self, setup: Setup) -> None:
         self._runtime = runtime(setup.platform)
-        self._streams = {direction: self._runtime.stream() for direction in ("backup", "load")}
         self._pending = Pending()
 
     def stays(self, side: str, indices: torch.Tensor) -> bool:
@@ -42,7 +41,7 @@ class CopyEngine:
     def execute(self, plan: Plan, layers: tuple[int | None, ...], items: Items, direction: str) -> Receipt:
         host, device, nbytes = descriptors(plan, layers, items)
         caller = self._runtime.current()
-        with_batches = caller if self._runtime.batchable(caller) else self._streams[direction]
+        with_batches = caller if self._runtime.batchable(caller) else self._runtime.beside(caller)
         if with_batches is not caller:
             self._runtime.wait(with_batches, self._runtime.record(caller))
         to, source = (host, device) if direction == "backup" else (device, host)

@@ -50,6 +50,7 @@ class CudaRuntime:
         self._cupy: Any = cupy
         self._copies = Copies()
         self._cupy_streams: dict[int, Any] = {}
+        self._beside: dict[int, torch.cuda.Stream] = {}
         self._pinned = PinnedRing(PINNED_BYTES)
         self._gates: list[tuple[Event, torch.Tensor]] = []
         self._one_at_a_time = threading.Lock()
@@ -75,6 +76,10 @@ class CudaRuntime:
 
     def stream(self) -> torch.cuda.Stream:
         return torch.cuda.Stream(self._number)
+
+    def beside(self, stream: Stream) -> torch.cuda.Stream:
+        handle = stream.cuda_stream
+        return self._beside.get(handle) or self._beside.setdefault(handle, self.stream())
 
     def on(self, stream: Stream) -> AbstractContextManager[None]:
         return torch.cuda.stream(stream)

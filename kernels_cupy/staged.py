@@ -48,7 +48,6 @@ class Staged:
     def __init__(self, setup: Setup) -> None:
         self._runtime = runtime(setup.platform)
         self._runtime.compile()
-        self._streams = {direction: self._runtime.stream() for direction in ("backup", "load")}
         self.half_bytes = self.staging_bytes(setup) // HALVES
         self._give_back = setup.book(HALVES * self.half_bytes)
         try:
@@ -94,8 +93,9 @@ class Staged:
                 self._give_back()
 
     def _backup(self, plan: Plan, layers: Layers, items: Items) -> Receipt:
-        """Gather on the caller's stream, copy on ours; the caller's goes on when the last copy is done."""
-        caller, copies = self._runtime.current(), self._streams["backup"]
+        """Gather on the caller's stream, copy on the one beside it; the caller's goes on when the last copy is done."""
+        caller = self._runtime.current()
+        copies = self._runtime.beside(caller)
         lists = self._lists(caller, items, "backup")
         chunks = self._chunks(plan, layers, items, "backup")
         kernels = 0
@@ -111,8 +111,9 @@ class Staged:
         return self._receipt(plan, layers, len(items), chunks, kernels, lists, caller)
 
     def _load(self, plan: Plan, layers: Layers, items: Items) -> Receipt:
-        """Copy on our stream, which begins where the caller's has come to; scatter on the caller's."""
-        caller, copies = self._runtime.current(), self._streams["load"]
+        """Copy on the stream beside the caller's, which begins where the caller's has come to; scatter on the caller's."""
+        caller = self._runtime.current()
+        copies = self._runtime.beside(caller)
         lists = self._lists(caller, items, "load")
         chunks = self._chunks(plan, layers, items, "load")
         kernels = 0
@@ -128,7 +129,7 @@ class Staged:
 
     @contextmanager
     def _joined(self, plan: Plan, caller: Stream, copies: Stream) -> Iterator[None]:
-        """The caller's stream goes on when ours is done, and after a failure nothing touches the halves before that."""
+        """The caller's stream goes on when copies are done, and after a failure nothing touches the halves before that."""
         try:
             yield
         except BaseException:

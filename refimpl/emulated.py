@@ -95,6 +95,9 @@ class QueueRuntime:
     def stream(self) -> Stream:
         return f"private {next(self._streams)}"
 
+    def beside(self, stream: Stream) -> Stream:
+        return f"beside {stream}"
+
     def issue(self, stream: Stream, call: Callable[[], object]) -> None:
         with self.on(stream):
             call()

@@ -62,6 +62,14 @@ class Runtime(Protocol):
         """A stream of our own."""
         ...
 
+    def beside(self, stream: Stream) -> Stream:
+        """The stream that shares the work of one of the caller's: always the same one, whoever asks.
+
+        One for each pool would be too many: a GPU has 8 queues for all streams (CUDA_DEVICE_MAX_CONNECTIONS), and
+        work behind another stream's in one queue waits for it.
+        """
+        ...
+
     def on(self, stream: Stream) -> AbstractContextManager[None]:
         """Make a stream the caller's, and its device the current one."""
         ...

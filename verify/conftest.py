@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 
 import numba
@@ -9,6 +10,9 @@ import pytest
 import torch
 
 from verify import properties
+
+# A GPU has 8 queues for all streams unless it is told so in time: behind a stream that a test holds others would wait.
+os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
 # The suite runs one process a core; threads of its own would only get in each other's way.
 torch.set_num_threads(1)

@@ -30,17 +30,20 @@ RECORDS = ROOT / "data" / "results"
 # They hold streams and measure how long calls take: beside other processes on the GPU they would measure those.
 ALONE = ("verify/tests/test_gpu.py",)
 
-# Where tests are that need a GPU; other files may need packages that a GPU box does not have.
+# Where tests are that need a GPU, long ones first; other files may need packages that a GPU box does not have.
 FILES = (
+    "verify/tests/test_leaks.py",
+    "verify/tests/test_stack_machine.py",
+    "verify/tests/test_kl.py",
+    "verify/tests/test_conformance.py",
     "verify/tests/test_matrix.py",
     "verify/tests/test_pinned_gpu.py",
     "verify/tests/test_dispatch.py",
-    "verify/tests/test_stack_machine.py",
     "verify/tests/test_reported_stacks.py",
-    "verify/tests/test_kl.py",
-    "verify/tests/test_conformance.py",
-    "verify/tests/test_leaks.py",
 )
+
+# One test after the other to whoever is free. More processes would wait for each other: they share one GPU by turns.
+PARALLEL = ("-n", "auto", "--maxprocesses", "10", "--dist", "load", "--maxschedchunk", "1")
 
 # What the cells of the matrix, and the random workloads, are called among the tests.
 CELLS = {
@@ -103,7 +106,7 @@ def record(command: list[str], logs: Sequence[Path], commit: str | None, pytest:
     source = provenance(command, 0, commit) | {"gpu": gpu()}
     sanitizers = [sanitized(log) for log in logs]
     began = time.perf_counter()
-    parallel = ["-n", "auto", "--maxprocesses", "14", "--dist", "worksteal"] if find_spec("xdist") else []
+    parallel = PARALLEL if find_spec("xdist") else ()
     cases = run_tests(*FILES, *parallel, *pytest) + run_tests(*ALONE, *pytest)
     tests = counted(cases)
     return {

@@ -676,7 +676,7 @@ def test_a_receipt_tells_when_copies_went_one_by_one(queue: QueueRuntime, monkey
 @pytest.mark.parametrize("caller", ["default", "user"])
 @every_direction
 def test_a_pool_that_waits_holds_up_nobody_else(caller: str, direction: str, queue: QueueRuntime) -> None:
-    """Copies have streams of their own, for each pool and direction."""
+    """Copies are on a stream beside the caller's, whichever pool they are of."""
     waiting, free = (Ends("staged", "page_first", direction) for _ in range(2))
     back = Ends("staged", "page_first", "load" if direction == "backup" else "backup")
     for ends in (waiting, free, back):
