@@ -111,7 +111,7 @@ class Staged:
         return self._receipt(plan, layers, len(items), chunks, kernels, lists, caller)
 
     def _load(self, plan: Plan, layers: Layers, items: Items) -> Receipt:
-        """Copy on the stream beside the caller's, which begins where the caller's has come to; scatter on the caller's."""
+        """Copy on the stream beside the caller's, which begins where that has come to; scatter on the caller's."""
         caller = self._runtime.current()
         copies = self._runtime.beside(caller)
         lists = self._lists(caller, items, "load")
@@ -129,7 +129,7 @@ class Staged:
 
     @contextmanager
     def _joined(self, plan: Plan, caller: Stream, copies: Stream) -> Iterator[None]:
-        """The caller's stream goes on when copies are done, and after a failure nothing touches the halves before that."""
+        """The caller's stream goes on when copies are done; after a failure nothing touches the halves before that."""
         try:
             yield
         except BaseException:
