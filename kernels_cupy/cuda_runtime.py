@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -50,6 +51,8 @@ class CudaRuntime:
         self._cupy: Any = cupy
         self._copies = Copies()
         self._cupy_streams: dict[int, Any] = {}
+        self._own: list[Any] = []  # streams that were made here, never destroyed: torch may keep memory in their order
+        self._idle: list[int] = []  # handles of those that nobody holds
         self._beside: dict[int, torch.cuda.Stream] = {}
         self._pinned = PinnedRing(PINNED_BYTES)
         self._gates: list[tuple[Event, torch.Tensor]] = []
@@ -75,7 +78,16 @@ class CudaRuntime:
         return torch.cuda.current_stream(self._number)
 
     def stream(self) -> torch.cuda.Stream:
-        return torch.cuda.Stream(self._number)
+        """None of torch's, which are 32 for everybody: whoever got the same one would wait for what we wait for."""
+        try:
+            handle = self._idle.pop()
+        except IndexError:
+            with self._current():
+                self._own.append(self._cupy.cuda.Stream(non_blocking=True))
+            handle = self._own[-1].ptr
+        stream = torch.cuda.ExternalStream(handle, self._device)
+        weakref.finalize(stream, self._idle.append, handle).atexit = False
+        return stream
 
     def beside(self, stream: Stream) -> torch.cuda.Stream:
         handle = stream.cuda_stream

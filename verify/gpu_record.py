@@ -32,12 +32,12 @@ ALONE = ("verify/tests/test_gpu.py",)
 
 # Where tests are that need a GPU, long ones first; other files may need packages that a GPU box does not have.
 FILES = (
+    "verify/tests/test_pinned_gpu.py",
     "verify/tests/test_leaks.py",
     "verify/tests/test_stack_machine.py",
     "verify/tests/test_kl.py",
     "verify/tests/test_conformance.py",
     "verify/tests/test_matrix.py",
-    "verify/tests/test_pinned_gpu.py",
     "verify/tests/test_dispatch.py",
     "verify/tests/test_reported_stacks.py",
 )

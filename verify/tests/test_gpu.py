@@ -374,6 +374,22 @@ def test_a_staging_buffer_leaves_whoever_had_its_memory_before_in_peace(hold: Ho
 
 
 @pytest.mark.ordering
+def test_streams_are_nobody_elses_and_used_again_when_they_are_let_go() -> None:
+    """Torch has 32 and deals them out again and again: whoever shares one is held up with it."""
+    port = runtimes.runtime("cuda")
+    ours = [port.stream() for _ in range(8)]
+    handles = {stream.cuda_stream for stream in ours}
+    torches = {torch.cuda.Stream().cuda_stream for _ in range(64)}
+    assert len(handles) == 8
+    assert not handles & torches
+    beside = port.beside(ours[0])
+    assert beside is port.beside(ours[0])
+    assert beside.cuda_stream not in handles | torches
+    ours.clear()
+    assert {stream.cuda_stream for stream in [port.stream() for _ in range(8)]} == handles
+
+
+@pytest.mark.ordering
 @pytest.mark.parametrize("pools", [1, 2])
 @every_way
 def test_two_streams_at_once_never_get_into_each_others_way(backend: str, layout: str, pools: int) -> None:
