@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import ctypes
 import threading
-import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -27,6 +26,11 @@ from refimpl.hooks import reached
 from refimpl.runtime import Event, Stream, require_here
 
 PINNED_BYTES = 8 << 20
+
+# Dealt in turn, as torch deals its 32, which are everybody's: who got the same one would wait for what we wait for.
+# With as many beside them still fewer than a GPU has queues at most (32).
+STREAMS = 12
+
 ALIGNMENT = 256
 
 EQUAL = ctypes.c_uint(1)  # CU_STREAM_WAIT_VALUE_EQ
@@ -51,8 +55,7 @@ class CudaRuntime:
         self._cupy: Any = cupy
         self._copies = Copies()
         self._cupy_streams: dict[int, Any] = {}
-        self._own: list[Any] = []  # streams that were made here, never destroyed: torch may keep memory in their order
-        self._idle: list[int] = []  # handles of those that nobody holds
+        self._dealt: deque[torch.cuda.Stream] = deque()  # the one that was dealt last comes last
         self._beside: dict[int, torch.cuda.Stream] = {}
         self._pinned = PinnedRing(PINNED_BYTES)
         self._gates: list[tuple[Event, torch.Tensor]] = []
@@ -78,20 +81,23 @@ class CudaRuntime:
         return torch.cuda.current_stream(self._number)
 
     def stream(self) -> torch.cuda.Stream:
-        """None of torch's, which are 32 for everybody: whoever got the same one would wait for what we wait for."""
-        try:
-            handle = self._idle.pop()
-        except IndexError:
-            with self._current():
-                self._own.append(self._cupy.cuda.Stream(non_blocking=True))
-            handle = self._own[-1].ptr
-        stream = torch.cuda.ExternalStream(handle, self._device)
-        weakref.finalize(stream, self._idle.append, handle).atexit = False
-        return stream
+        with self._one_at_a_time:
+            if len(self._dealt) < STREAMS:
+                self._dealt.append(self._new_stream())
+            else:
+                self._dealt.rotate(-1)
+            return self._dealt[-1]
 
     def beside(self, stream: Stream) -> torch.cuda.Stream:
         handle = stream.cuda_stream
-        return self._beside.get(handle) or self._beside.setdefault(handle, self.stream())
+        return self._beside.get(handle) or self._beside.setdefault(handle, self._new_stream())
+
+    def _new_stream(self) -> torch.cuda.Stream:
+        """Never destroyed: torch may keep memory in its order."""
+        with self._current():
+            own = self._cupy.cuda.Stream(non_blocking=True)
+        self._cupy_streams[own.ptr] = own
+        return torch.cuda.ExternalStream(own.ptr, self._device)
 
     def on(self, stream: Stream) -> AbstractContextManager[None]:
         return torch.cuda.stream(stream)

@@ -374,19 +374,18 @@ def test_a_staging_buffer_leaves_whoever_had_its_memory_before_in_peace(hold: Ho
 
 
 @pytest.mark.ordering
-def test_streams_are_nobody_elses_and_used_again_when_they_are_let_go() -> None:
-    """Torch has 32 and deals them out again and again: whoever shares one is held up with it."""
+def test_our_streams_are_few_and_nobody_elses() -> None:
+    """Whoever shares a stream with us is held up with us; and so is, by the GPU, who shares a queue."""
     port = runtimes.runtime("cuda")
-    ours = [port.stream() for _ in range(8)]
-    handles = {stream.cuda_stream for stream in ours}
+    dealt = [port.stream().cuda_stream for _ in range(2 * cuda_runtime.STREAMS)]
+    ours, again = dealt[: cuda_runtime.STREAMS], dealt[cuda_runtime.STREAMS :]
+    assert len(set(ours)) == cuda_runtime.STREAMS
+    assert again == ours
     torches = {torch.cuda.Stream().cuda_stream for _ in range(64)}
-    assert len(handles) == 8
-    assert not handles & torches
-    beside = port.beside(ours[0])
-    assert beside is port.beside(ours[0])
-    assert beside.cuda_stream not in handles | torches
-    ours.clear()
-    assert {stream.cuda_stream for stream in [port.stream() for _ in range(8)]} == handles
+    beside = port.beside(port.stream())
+    assert not torches & {*ours, beside.cuda_stream}
+    assert beside.cuda_stream not in ours
+    assert beside is port.beside(torch.cuda.ExternalStream(ours[0]))
 
 
 @pytest.mark.ordering
