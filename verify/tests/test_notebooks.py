@@ -1,6 +1,6 @@
 """The notebook gate: `make verify` fails on what changed, and on nothing else.
 
-Tiny notebooks are run for real, then altered, then compared by the very command of `make verify`.
+Tiny notebooks are run for real, then altered, then compared by the very command of `make verify` (B37).
 """
 
 import json
