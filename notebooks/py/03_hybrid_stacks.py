@@ -42,7 +42,7 @@ import torch
 from refimpl import DevicePool, HostPool, PoolTransfer, build_stack, oracle, presets, sizing
 from refimpl.controller import Controller, loads_by_layer
 from refimpl.radix import POLICIES, PrefixCache
-from verify.conformance import Rig, faults, ordering
+from verify.conformance import CHECKS, Rig, faults
 from verify.toys import STACKS
 
 MODEL = os.environ.get("MODEL") or "llama-3.1-8b"  # compared with others below
@@ -367,9 +367,10 @@ def verdicts(make, check, kind, seeds=SEEDS):
     return said
 
 
+named = {check.__name__: check for check in CHECKS}
 FAULTS = (
-    (faults.WaitsForTheFirstLayerOfAState, ordering.check_whole_states, "six-states"),
-    (faults.ForgetsTheWriteFence, ordering.check_backup_reads_what_a_forward_pass_wrote, "mha"),
+    (faults.WaitsForTheFirstLayerOfAState, named["check_whole_states"], "six-states"),
+    (faults.ForgetsTheWriteFence, named["check_backup_reads_what_a_forward_pass_wrote"], "mha"),
 )
 caught, lines = {}, []  # (controller, check) -> in how many orders
 for fault, check, kind in FAULTS:
@@ -388,7 +389,7 @@ book.say("\n".join(lines))
 # %%
 rows, failed, orders = [], 0, 5
 for *texts, names in stacks.RULES:
-    checks = [getattr(ordering, f"check_{name}") for name in names]
+    checks = [named[f"check_{name}"] for name in names]
     wrong = sum(verdicts(Controller, check, "swa-mamba", orders).total() for check in checks)
     failed += wrong
     rows.append([fill(text, 34) for text in texts] + [f"{orders * len(checks) - wrong} of {orders * len(checks)}"])

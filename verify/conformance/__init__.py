@@ -9,11 +9,11 @@
                     check(rig)
 
 `MyController(stack, hooks, write_fence, load_fence, runtime)` has the methods of `refimpl.controller.Controller` and
-submits its work through the runtime, so that hooks are reached. `rig.py` is the stack that is worked on, `ordering.py`
+submits its work through the runtime, so that hooks are reached. `rig.py` is the stack that is worked on, `checks/`
 are the checks, `faults.py` are controllers with a fault each, to show that the checks find it.
 """
 
-from verify.conformance.ordering import CHECKS
+from verify.conformance.checks import CHECKS
 from verify.conformance.rig import KINDS, Rig, fits
 
 __all__ = ["CHECKS", "KINDS", "Rig", "fits"]

@@ -22,8 +22,17 @@ from refimpl.radix import Node, PrefixCache, Ticket
 from refimpl.runtime import Event, Stream
 from refimpl.transfer import Transfer
 from refimpl.windows import When, Window
-from verify.conformance import ordering
-from verify.conformance.ordering import Check
+from verify.conformance.checks import (
+    Check,
+    acknowledgements,
+    failures,
+    layers,
+    lifetimes,
+    lists,
+    order,
+    queueing,
+    trees,
+)
 
 Locks = Iterable[tuple[HostPool | PageAllocator, torch.Tensor]]
 
@@ -65,8 +74,8 @@ def found_by(*checks: Check, says: str, kind: str = "mha", backends: tuple[str, 
 
 
 @found_by(
-    ordering.check_backup_reads_what_the_caller_wrote,
-    ordering.check_load_leaves_what_the_caller_reads,
+    order.check_backup_reads_what_the_caller_wrote,
+    order.check_load_leaves_what_the_caller_reads,
     says="writer that was held: .* holds what was there before|reader that was held, .* holds what the host has",
 )
 class ForgetsTheCaller(Controller):
@@ -76,24 +85,24 @@ class ForgetsTheCaller(Controller):
 
 
 @found_by(
-    ordering.check_backup_reads_what_a_forward_pass_wrote, says="writer that was held: .* holds what was there before"
+    order.check_backup_reads_what_a_forward_pass_wrote, says="writer that was held: .* holds what was there before"
 )
 class ForgetsTheWriteFence(Controller):
     def _events_before(self, batch: Batch) -> list[Event]:
         return _without_fence(self, "backup", partial(super()._events_before, batch))
 
 
-@found_by(ordering.check_load_leaves_what_a_forward_pass_reads, says="reader that was held, .* holds what the host has")
+@found_by(order.check_load_leaves_what_a_forward_pass_reads, says="reader that was held, .* holds what the host has")
 class ForgetsTheLoadFence(Controller):
     def _events_before(self, batch: Batch) -> list[Event]:
         return _without_fence(self, "load", partial(super()._events_before, batch))
 
 
 @found_by(
-    ordering.check_load_of_what_is_being_backed_up,
-    ordering.check_backup_of_what_is_being_loaded,
-    ordering.check_load_over_what_is_being_backed_up,
-    ordering.check_backup_over_what_is_being_loaded,
+    order.check_load_of_what_is_being_backed_up,
+    order.check_backup_of_what_is_being_loaded,
+    order.check_load_over_what_is_being_backed_up,
+    order.check_backup_over_what_is_being_loaded,
     says="in flight: .* holds what lay on|a (backup|load), and a (load|backup) over its .* holds what",
     backends=("torch", "numba", "direct", "kernel"),  # staged: half of the order comes with its buffer
 )
@@ -107,8 +116,8 @@ class ForgetsTheOtherDirection(Controller):
 
 
 @found_by(
-    ordering.check_a_backup_comes_after_every_load_of_its_slots,
-    ordering.check_a_load_comes_after_every_backup_of_its_slots,
+    order.check_a_backup_comes_after_every_load_of_its_slots,
+    order.check_a_load_comes_after_every_backup_of_its_slots,
     says="slots of two (loads|backups): .* holds what lay on",
     backends=("torch", "numba", "direct", "kernel"),
 )
@@ -124,7 +133,7 @@ class WaitsForTheOldestConflict(Controller):
 
 
 @found_by(
-    ordering.check_directions_do_not_wait_for_each_other,
+    order.check_directions_do_not_wait_for_each_other,
     says="a load waits for a backup of other slots",
     backends=("torch", "numba", "direct", "kernel", "auto"),
 )
@@ -135,8 +144,8 @@ class OneStreamForAll(Controller):
 
 
 @found_by(
-    ordering.check_loads_come_one_after_another,
-    ordering.check_backups_come_one_after_another,
+    order.check_loads_come_one_after_another,
+    order.check_backups_come_one_after_another,
     says="holds (load|backup) 0, not (load|backup) 1",
     backends=("torch", "numba", "direct", "kernel", "auto"),  # staged has one buffer for all
 )
@@ -146,16 +155,14 @@ class AStreamForEveryBatch(Controller):
         super()._begin(batch)
 
 
-@found_by(
-    ordering.check_queued_operations_keep_their_order, says="queued behind a backup: .* holds what lay on the host"
-)
+@found_by(order.check_queued_operations_keep_their_order, says="queued behind a backup: .* holds what lay on the host")
 class TakesAllThatIsQueued(Controller):
     def _take(self, direction: str) -> list[Operation]:
         taken, self._queued[direction] = self._queued[direction], []
         return taken
 
 
-@found_by(ordering.check_the_host_does_not_wait, says="waits for what is held: the device waits for an event")
+@found_by(order.check_the_host_does_not_wait, says="waits for what is held: the device waits for an event")
 class TheHostWaits(Controller):
     def start_writing(self) -> int:
         self.runtime.record(self.runtime.current()).synchronize()
@@ -165,15 +172,17 @@ class TheHostWaits(Controller):
 # ---- lifetimes
 
 
-@found_by(ordering.check_host_slots_freed_under_a_load, says="host slots .* go to somebody else while a load is queued")
+@found_by(
+    lifetimes.check_host_slots_freed_under_a_load, says="host slots .* go to somebody else while a load is queued"
+)
 class LocksNothingOnTheHost(Controller):
     def _locks(self, operation: Operation) -> Locks:
         return [(owner, slots) for owner, slots in super()._locks(operation) if not isinstance(owner, HostPool)]
 
 
 @found_by(
-    ordering.check_device_slots_freed_under_a_backup,
-    ordering.check_slots_are_locked_once_for_each_operation,
+    lifetimes.check_device_slots_freed_under_a_backup,
+    lifetimes.check_slots_are_locked_once_for_each_operation,
     says="device slots .* go to somebody else while a (second )?backup is queued",
 )
 class LocksNothingOnTheDevice(Controller):
@@ -182,24 +191,24 @@ class LocksNothingOnTheDevice(Controller):
 
 
 @found_by(
-    ordering.check_states_overwritten_by_the_caller,
-    ordering.check_states_overwritten_by_a_forward_pass,
+    lifetimes.check_states_overwritten_by_the_caller,
+    lifetimes.check_states_overwritten_by_a_forward_pass,
     says="holds the states of the next step",
     kind="mamba",
 )
-@found_by(ordering.check_states_overwritten_by_the_caller, says="holds the states of the next step", kind="v4")
+@found_by(lifetimes.check_states_overwritten_by_the_caller, says="holds the states of the next step", kind="v4")
 class LetsStatesBeOverwritten(Controller):
     def _protect(self) -> None:
         pass
 
 
-@found_by(ordering.check_states_overwritten_by_a_forward_pass, says="holds the states of the next step", kind="mamba")
+@found_by(lifetimes.check_states_overwritten_by_a_forward_pass, says="holds the states of the next step", kind="mamba")
 class LetsForwardPassesOverwriteStates(Controller):
     def _protect(self) -> None:
         _without_fence(self, "backup", super()._protect)
 
 
-@found_by(ordering.check_states_do_not_wait_for_other_backups, says="the next step waits for a backup", kind="mamba")
+@found_by(lifetimes.check_states_do_not_wait_for_other_backups, says="the next step waits for a backup", kind="mamba")
 class CopiesStatesBehindOtherBackups(Controller):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -207,7 +216,7 @@ class CopiesStatesBehindOtherBackups(Controller):
 
 
 @found_by(
-    ordering.check_states_do_not_wait_for_other_backups,
+    lifetimes.check_states_do_not_wait_for_other_backups,
     says="a load of what is beside states: .* holds what lay on the host",
     kind="mamba",
     backends=("torch", "numba", "direct", "kernel", "auto"),  # staged: part of the order comes with its buffer
@@ -219,13 +228,13 @@ class ForgetsWhatIsBesideStates(Controller):
         batch.finished = self.runtime.record(self._streams_of(batch)[0], timed=True)
 
 
-@found_by(ordering.check_one_list_for_both_sides, says="host slots .* go to somebody else")
+@found_by(lifetimes.check_one_list_for_both_sides, says="host slots .* go to somebody else")
 class LocksEveryListOnce(Controller):
     def _locks(self, operation: Operation) -> Locks:
         return {id(slots): (owner, slots) for owner, slots in super()._locks(operation)}.values()
 
 
-@found_by(ordering.check_loads_name_what_they_read, says="a load is accepted that says nothing")
+@found_by(lists.check_loads_name_what_they_read, says="a load is accepted that says nothing")
 class ReadsFromAnywhere(Controller):
     def load(
         self, tag: Hashable, transfers: Sequence[PoolTransfer], reclaim: Reclaim | None = None
@@ -234,8 +243,8 @@ class ReadsFromAnywhere(Controller):
 
 
 @found_by(
-    ordering.check_lists_may_be_changed,
-    ordering.check_lists_may_be_dropped,
+    lists.check_lists_may_be_changed,
+    lists.check_lists_may_be_dropped,
     says="int64 lists were changed .* holds|lists were dropped: .* holds",
 )
 class KeepsTheCallersLists(Controller):
@@ -247,7 +256,7 @@ class KeepsTheCallersLists(Controller):
 
 
 @found_by(
-    ordering.check_windows_as_they_were_queued,
+    lists.check_windows_as_they_were_queued,
     says="became another after it was queued: .* holds the new row",
     kind="swa-mamba",
 )
@@ -256,15 +265,13 @@ class LooksWindowsUpLate(Controller):
         return super()._pinned(_looked_up(transfers, "running"))
 
 
-@found_by(
-    ordering.check_windows_as_they_run, says="rebuilt before it was copied: .* holds the old row", kind="swa-mamba"
-)
+@found_by(lists.check_windows_as_they_run, says="rebuilt before it was copied: .* holds the old row", kind="swa-mamba")
 class LooksWindowsUpEarly(Controller):
     def _pinned(self, transfers: Sequence[PoolTransfer]) -> tuple[PoolTransfer, ...]:
         return super()._pinned(_looked_up(transfers, "queued"))
 
 
-@found_by(ordering.check_staging_is_used_again_when_it_is_free, says="takes turns: .* holds", backends=("staged",))
+@found_by(lifetimes.check_staging_is_used_again_when_it_is_free, says="takes turns: .* holds", backends=("staged",))
 class UsesStagingEarly(Controller):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -277,14 +284,14 @@ class Unchanging(list[Event]):
         pass
 
 
-@found_by(ordering.check_a_drop_gives_everything_back, says="slots are lost with what was dropped")
+@found_by(queueing.check_a_drop_gives_everything_back, says="slots are lost with what was dropped")
 class DropsWhatItKeeps(Controller):
     def drop(self, operation: Operation) -> None:
         self._queued[operation.direction].remove(operation)
 
 
 @found_by(
-    ordering.check_a_drop_leaves_the_others, says="1 of 0, 1, 2 was dropped, failures are {0: True, 1: True, 2: True}"
+    queueing.check_a_drop_leaves_the_others, says="1 of 0, 1, 2 was dropped, failures are {0: True, 1: True, 2: True}"
 )
 class DropsAllThatIsQueued(Controller):
     def drop(self, operation: Operation) -> None:
@@ -292,7 +299,7 @@ class DropsAllThatIsQueued(Controller):
             super().drop(each)
 
 
-@found_by(ordering.check_closing_drops_what_is_queued, says="closed, failures are {'under way': False}")
+@found_by(queueing.check_closing_drops_what_is_queued, says="closed, failures are {'under way': False}")
 class ClosesWithoutDropping(Controller):
     def close(self) -> None:
         self.hooks.release()
@@ -302,7 +309,7 @@ class ClosesWithoutDropping(Controller):
 # ---- lists
 
 
-@found_by(ordering.check_lists_may_be_changed, says="int32 lists were changed .* holds")
+@found_by(lists.check_lists_may_be_changed, says="int32 lists were changed .* holds")
 class CopiesNoShortLists(Controller):
     def _as_it_is_now(self, indices: torch.Tensor | Window) -> torch.Tensor | Window:
         return indices if _is(indices, torch.int32) else super()._as_it_is_now(indices)
@@ -311,7 +318,7 @@ class CopiesNoShortLists(Controller):
         return []
 
 
-@found_by(ordering.check_lists_may_be_dropped, says="lists were dropped: .* holds")
+@found_by(lists.check_lists_may_be_dropped, says="lists were dropped: .* holds")
 class KeepsTheAddressesOfLists(Controller):
     def _as_it_is_now(self, indices: torch.Tensor | Window) -> torch.Tensor | Window:
         if not _is(indices, torch.int64):
@@ -323,7 +330,7 @@ class KeepsTheAddressesOfLists(Controller):
         return []
 
 
-@found_by(ordering.check_lists_on_the_device_are_read_in_order, says="lists on the device: .* holds")
+@found_by(lists.check_lists_on_the_device_are_read_in_order, says="lists on the device: .* holds")
 class KeepsListsOnTheDevice(Controller):
     """As the caller left them, and then as they are later."""
 
@@ -332,7 +339,7 @@ class KeepsListsOnTheDevice(Controller):
         return indices if there else super()._as_it_is_now(indices)
 
 
-@found_by(ordering.check_lists_on_the_device_are_read_in_order, says="lists on the device: .* holds")
+@found_by(lists.check_lists_on_the_device_are_read_in_order, says="lists on the device: .* holds")
 class ReadsListsBeforeTheyAreThere(Controller):
     def _as_it_is_now(self, indices: torch.Tensor | Window) -> torch.Tensor | Window:
         if not isinstance(indices, torch.Tensor) or not self.runtime.holds(indices):
@@ -342,7 +349,7 @@ class ReadsListsBeforeTheyAreThere(Controller):
 
 
 @found_by(
-    ordering.check_windows_of_a_table_on_the_device,
+    lists.check_windows_of_a_table_on_the_device,
     says="rebuilt on the device: .* holds the old row",
     kind="swa-mamba",
 )
@@ -351,14 +358,14 @@ class ReadsTablesBeforeTheyAreThere(Controller):
         return window.slots()
 
 
-@found_by(ordering.check_sources_may_be_named_twice, says="is refused that is right: .* twice")
+@found_by(lists.check_sources_may_be_named_twice, says="is refused that is right: .* twice")
 class RefusesASourceNamedTwice(Controller):
     def _check_lists(self, t: PoolTransfer, direction: str) -> None:
         super()._check_lists(t, opposite(direction))
         super()._check_lists(t, direction)
 
 
-@found_by(ordering.check_nothing_to_do, says="is refused that is right: nothing to do")
+@found_by(lists.check_nothing_to_do, says="is refused that is right: nothing to do")
 class RefusesEmptyLists(Controller):
     def _check_lists(self, t: PoolTransfer, direction: str) -> None:
         super()._check_lists(t, direction)
@@ -366,7 +373,7 @@ class RefusesEmptyLists(Controller):
             raise ValueError("nothing to do")
 
 
-@found_by(ordering.check_refused_lists_keep_nothing, says="is refused and keeps slots", kind="swa-mamba")
+@found_by(lists.check_refused_lists_keep_nothing, says="is refused and keeps slots", kind="swa-mamba")
 class KeepsTheSlotsOfARefusal(Controller):
     def _check(self, operation: Operation) -> None:
         taken, operation.taken = operation.taken, []
@@ -374,7 +381,7 @@ class KeepsTheSlotsOfARefusal(Controller):
         operation.taken = taken
 
 
-@found_by(ordering.check_full_pools_are_reclaimed, says="room was asked for: {}")
+@found_by(queueing.check_full_pools_are_reclaimed, says="room was asked for: {}")
 class AsksNobodyForRoom(Controller):
     def write(
         self, tag: Hashable, transfers: Sequence[PoolTransfer], reclaim: Reclaim | None = None
@@ -387,7 +394,7 @@ class AsksNobodyForRoom(Controller):
         return super().load(tag, transfers)
 
 
-@found_by(ordering.check_full_pools_are_reclaimed, says="lacks {'kv': 4}, and room was asked for: {'kv': 8}")
+@found_by(queueing.check_full_pools_are_reclaimed, says="lacks {'kv': 4}, and room was asked for: {'kv': 8}")
 class AsksForMoreRoomThanItLacks(Controller):
     def write(
         self, tag: Hashable, transfers: Sequence[PoolTransfer], reclaim: Reclaim | None = None
@@ -418,8 +425,8 @@ class _LetsTheFirstWriterWin(Controller):
 
 
 @found_by(
-    ordering.check_two_loads_of_the_same_slots,
-    ordering.check_two_backups_to_the_same_slots,
+    queueing.check_two_loads_of_the_same_slots,
+    queueing.check_two_backups_to_the_same_slots,
     says="holds (load|backup) 0, not (load|backup) 1",
 )
 class MergesWhatOverlaps(_LetsTheFirstWriterWin):
@@ -428,7 +435,7 @@ class MergesWhatOverlaps(_LetsTheFirstWriterWin):
 
 
 @found_by(
-    ordering.check_the_third_of_three_over_the_first,
+    queueing.check_the_third_of_three_over_the_first,
     says="A again: .* holds 0 of three, not 2 of three|B and A again: .* holds 0",
 )
 class ComparesWithTheLastOperation(_LetsTheFirstWriterWin):
@@ -439,8 +446,8 @@ class ComparesWithTheLastOperation(_LetsTheFirstWriterWin):
 
 
 @found_by(
-    ordering.check_two_loads_of_the_same_slots,
-    ordering.check_two_backups_to_the_same_slots,
+    queueing.check_two_loads_of_the_same_slots,
+    queueing.check_two_backups_to_the_same_slots,
     says="holds (load|backup) 0, not (load|backup) 1",
 )
 class TheFirstWins(Controller):
@@ -448,14 +455,14 @@ class TheFirstWins(Controller):
         return super()._merged(direction, operations)[::-1]
 
 
-@found_by(ordering.check_disjoint_operations_are_merged, says="are 3 batches")
+@found_by(queueing.check_disjoint_operations_are_merged, says="are 3 batches")
 class MergesNothing(Controller):
     def _mergeable(self, batch: Batch, operation: Operation) -> bool:
         return False
 
 
 @found_by(
-    ordering.check_load_of_what_is_being_backed_up,
+    order.check_load_of_what_is_being_backed_up,
     says="in flight: .* holds what lay on the host",
     backends=("torch", "numba", "direct", "kernel"),
 )
@@ -469,13 +476,13 @@ class SeesNoConflictOnTheHost(Controller):
 
 
 @found_by(
-    ordering.check_whole_states,
+    layers.check_whole_states,
     says="a whole state copied .* holds what lay on the device",
     kind="mamba",
     backends=BY_LAYER,
 )
 @found_by(
-    ordering.check_whole_states,
+    layers.check_whole_states,
     says="a whole state copied .* holds what lay on the device",
     kind="six-states",
     backends=BY_LAYER,
@@ -486,8 +493,8 @@ class WaitsForTheFirstLayerOfAState(Controller):
 
 
 @found_by(
-    ordering.check_readers_of_layers,
-    ordering.check_whole_states,
+    layers.check_readers_of_layers,
+    layers.check_whole_states,
     says="waits for more than that layer|waits for layer",
     kind="six-states",
 )
@@ -496,33 +503,33 @@ class WaitsForTheLastLayer(Controller):
         super().wait_until(self.layers.layers - 1, pool)
 
 
-@found_by(ordering.check_readers_of_layers, says="layer 0 does not wait for it")
+@found_by(layers.check_readers_of_layers, says="layer 0 does not wait for it")
 class RecordsALayerBeforeIt(Controller):
     def _load_layer(self, batches: Sequence[Batch], layer: int, producer: int) -> None:
         self.layers.record(producer, self._streams["load"])
         super()._load_layer(batches, layer, producer)
 
 
-@found_by(ordering.check_layers_of_nobody_never_block, says="layers that its pool does not own", kind="mamba")
+@found_by(layers.check_layers_of_nobody_never_block, says="layers that its pool does not own", kind="mamba")
 class WaitsForLayersOfOtherPools(Controller):
     def wait_until(self, layer: int, pool: str | None = None) -> None:
         self.layers.wait_until(layer)
 
 
-@found_by(ordering.check_layers_of_nobody_never_block, says="waits that depends on no load")
+@found_by(layers.check_layers_of_nobody_never_block, says="waits that depends on no load")
 class WaitsForLoadsOfOthers(Controller):
     def set_consumer(self, producer: int | None) -> None:
         super().set_consumer(0 if producer is None else producer)
 
 
-@found_by(ordering.check_layers_that_there_are_not, says="a wait for layer -1 .* passes")
+@found_by(layers.check_layers_that_there_are_not, says="a wait for layer -1 .* passes")
 class WaitsForNoSuchLayer(Controller):
     def wait_until(self, layer: int, pool: str | None = None) -> None:
         if 0 <= layer < self.layers.layers:
             super().wait_until(layer, pool)
 
 
-@found_by(ordering.check_no_more_loads_than_sets_of_events, says="4 loads are under way at once")
+@found_by(layers.check_no_more_loads_than_sets_of_events, says="4 loads are under way at once")
 class ForgetsWhoseEventsTheyAre(Controller):
     def start_loading(self) -> int | None:
         flights, self._in_flight["load"] = self._in_flight["load"], type(self._in_flight["load"])()
@@ -537,8 +544,8 @@ class ForgetsWhoseEventsTheyAre(Controller):
 
 
 @found_by(
-    ordering.check_backups_are_acknowledged_when_their_bytes_are_there,
-    ordering.check_loads_are_acknowledged_when_their_bytes_are_there,
+    acknowledgements.check_backups_are_acknowledged_when_their_bytes_are_there,
+    acknowledgements.check_loads_are_acknowledged_when_their_bytes_are_there,
     says="is acknowledged (before it is done|while 'load' is held)",
 )
 class AcknowledgesAtOnce(Controller):
@@ -550,7 +557,8 @@ class AcknowledgesAtOnce(Controller):
 
 
 @found_by(
-    ordering.check_loads_are_acknowledged_when_their_bytes_are_there, says="acknowledged while 'load layer 1' is held"
+    acknowledgements.check_loads_are_acknowledged_when_their_bytes_are_there,
+    says="acknowledged while 'load layer 1' is held",
 )
 class AcknowledgesLoadsByTheirFirstLayer(Controller):
     def arrived(self, batch: Batch) -> bool:
@@ -562,9 +570,9 @@ class AcknowledgesLoadsByTheirFirstLayer(Controller):
 
 
 @found_by(
-    ordering.check_backups_are_acknowledged_when_their_bytes_are_there,
-    ordering.check_loads_are_acknowledged_when_their_bytes_are_there,
-    ordering.check_steps_on_the_host_can_be_held,
+    acknowledgements.check_backups_are_acknowledged_when_their_bytes_are_there,
+    acknowledgements.check_loads_are_acknowledged_when_their_bytes_are_there,
+    acknowledgements.check_steps_on_the_host_can_be_held,
     says="it is not acknowledged although nothing is held",
 )
 class AcknowledgesOnlyWhenAsked(Controller):
@@ -572,15 +580,15 @@ class AcknowledgesOnlyWhenAsked(Controller):
         return False
 
 
-@found_by(ordering.check_steps_on_the_host_can_be_held, says="submitted although that is held")
+@found_by(acknowledgements.check_steps_on_the_host_can_be_held, says="submitted although that is held")
 class CannotBeHeldBack(Controller):
     def _batches(self, direction: str) -> list[Batch]:
         return self._merged(direction, self._take(direction))
 
 
 @found_by(
-    ordering.check_backups_that_fail,
-    ordering.check_loads_that_fail,
+    failures.check_backups_that_fail,
+    failures.check_loads_that_fail,
     says="fails at '(backup|load) submit', what is told is .*error=None",
 )
 class CallsAFailureASuccess(Controller):
@@ -590,8 +598,8 @@ class CallsAFailureASuccess(Controller):
 
 
 @found_by(
-    ordering.check_backups_that_fail,
-    ordering.check_loads_that_fail,
+    failures.check_backups_that_fail,
+    failures.check_loads_that_fail,
     says="fails at .* and keeps its (host|device) slots",
 )
 class KeepsTheSlotsOfAFailure(Controller):
@@ -601,7 +609,7 @@ class KeepsTheSlotsOfAFailure(Controller):
 
 
 @found_by(
-    ordering.check_loads_that_fail, ordering.check_consumers_hear_of_every_batch, says="a consumer of layer 0 goes on"
+    failures.check_loads_that_fail, failures.check_consumers_hear_of_every_batch, says="a consumer of layer 0 goes on"
 )
 class ConsumersHearOfNoFailure(Controller):
     def __init__(self, *arguments: Any) -> None:
@@ -609,14 +617,14 @@ class ConsumersHearOfNoFailure(Controller):
         self.layers.fail = lambda producer, error: None
 
 
-@found_by(ordering.check_a_failure_lets_nothing_run_on, says="a failed load gave back: .* holds what the host has")
+@found_by(failures.check_a_failure_lets_nothing_run_on, says="a failed load gave back: .* holds what the host has")
 class LeavesAFailureRunning(Controller):
     def _settle(self, batch: Batch) -> list[Ack]:
         return [self._ended(o, batch, 0.0) for o in batch.operations] if batch.error else super()._settle(batch)
 
 
 @found_by(
-    ordering.check_a_failure_leaves_the_caller_his_slots, says="a backup fails, and frees slots that are the caller's"
+    failures.check_a_failure_leaves_the_caller_his_slots, says="a backup fails, and frees slots that are the caller's"
 )
 class FreesWhatTheCallerGave(Controller):
     def _ended(self, operation: Operation, batch: Batch, seconds: float) -> Ack:
@@ -625,7 +633,7 @@ class FreesWhatTheCallerGave(Controller):
         return super()._ended(operation, batch, seconds)
 
 
-@found_by(ordering.check_a_failure_leaves_the_caller_his_slots, says="frees slots that were freed already")
+@found_by(failures.check_a_failure_leaves_the_caller_his_slots, says="frees slots that were freed already")
 class FreesWhatTheCallerFreed(Controller):
     def _give_back(self, taken: Iterable[tuple[str, str, torch.Tensor]]) -> None:
         assert isinstance(taken, list)
@@ -635,7 +643,7 @@ class FreesWhatTheCallerFreed(Controller):
 
 
 @found_by(
-    ordering.check_what_was_to_come_from_a_failure_fails_with_it,
+    failures.check_what_was_to_come_from_a_failure_fails_with_it,
     says="is done that reads what a (backup|load) is still to write",
 )
 class ForgetsWhatItReads(Controller):
@@ -645,7 +653,7 @@ class ForgetsWhatItReads(Controller):
 
 
 @found_by(
-    ordering.check_what_was_to_come_from_a_failure_fails_with_it,
+    failures.check_what_was_to_come_from_a_failure_fails_with_it,
     says="failures are {'(backup|load)': True, '(backup|load)': False}",
 )
 class SucceedsWithWhatNeverCame(Controller):
@@ -664,7 +672,7 @@ class NotesWhatHasEnded(PrefixCache):
         return False
 
 
-@found_by(ordering.check_nothing_is_saved_that_was_made_of_what_never_came, says="16 are found with what was made of")
+@found_by(trees.check_nothing_is_saved_that_was_made_of_what_never_came, says="16 are found with what was made of")
 class BelowATreeThatTrustsLoads(Controller):
     tree = NotesWhatHasEnded
 
@@ -679,7 +687,7 @@ class LeavesTicketsBelow(PrefixCache):
         return upper
 
 
-@found_by(ordering.check_nodes_are_cut_while_they_are_saved, says="part 0 of a node that was cut has 0 host slots")
+@found_by(trees.check_nodes_are_cut_while_they_are_saved, says="part 0 of a node that was cut has 0 host slots")
 class BelowATreeThatLosesTickets(Controller):
     tree = LeavesTicketsBelow
 

@@ -9,8 +9,8 @@ import pytest
 
 from refimpl.controller import Controller
 from verify.conformance import CHECKS, Rig, fits
+from verify.conformance.checks import Check
 from verify.conformance.faults import FAULTS, Fault
-from verify.conformance.ordering import Check
 
 pytestmark = pytest.mark.ordering
 
