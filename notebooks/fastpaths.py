@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import book
 import matplotlib.pyplot as plt
-from book import Figure, Spread
+from book import Figure, Line2D, Rectangle
 
 from kernels_cupy import auto, sm_copy
 from verify.bench.gpu import targets
@@ -89,6 +89,8 @@ def against_the_highest(bench: Content) -> Content:
 
 # ---- descriptors
 
+Spread = tuple[int, float, float, float, bool]  # descriptors; slowest, median and fastest rate; held
+
 
 def per_descriptor(cell: Content, what: str) -> float:
     """Nanoseconds of a descriptor: "timing" on the device, "submit" on the host."""
@@ -127,6 +129,54 @@ def room(rows: Sequence[Content]) -> list[tuple[int, int]]:
                 fitted = submits.index(max(submits)) * cell["descriptors"]
                 found.append((fitted, fitted + cell["descriptors"]))
     return found
+
+
+def draw_descriptors(
+    series: dict[str, dict[int, list[Spread]]], described: dict[int, float], bus: float, queue: tuple[int, int]
+) -> Figure:
+    """A panel for each direction: GB/s over descriptors, a line for each length of runs.
+
+    Filled marks are of transfers that had all been submitted before the device began. Dashed is what a host
+    describes, the band is what a queue holds.
+    """
+    figure, axes = plt.subplots(1, len(series), figsize=(9.6, 4.8), sharey=True, squeeze=False)
+    looks = list(zip(("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#000000"), "os^Dv", strict=True))
+    for ax, (direction, by_run) in zip(axes[0], series.items(), strict=True):
+        ax.axhline(bus, color="#555555", lw=1, ls="-", marker="")
+        ax.axvspan(*queue, color="#D0D0D0", lw=0)
+        for number, ((run, spreads), (colour, marker)) in enumerate(zip(by_run.items(), looks, strict=False)):
+            aside = 2 ** (0.22 * (number - 2))  # marks of one number of descriptors would hide each other
+            xs = [s[0] * aside for s in spreads]
+            ax.plot(xs, [s[2] for s in spreads], color=colour, lw=0.9, ls="-", marker="")
+            for x, (_, slowest, median, fastest, held) in zip(xs, spreads, strict=True):
+                ax.plot([x] * 2, [slowest, fastest], color=colour, lw=1, ls="-", marker="")
+                fill = colour if held else "#FFFFFF"
+                ax.plot(x, median, marker=marker, color=colour, mfc=fill, ms=6.5, mew=1.3, ls="")
+            if described[run] < bus:
+                ax.plot([2048, 90000], [described[run]] * 2, color=colour, lw=1.3, ls="--", marker="")
+                ax.text(95000, described[run], book.size(run), fontsize=8, va="center")
+        ax.set_xscale("log", base=2)
+        ax.set_yscale("log")
+        ax.set_xticks([64, 256, 1024, 4096, 16384, 60000])
+        ax.xaxis.set_major_formatter(lambda x, _: f"{x:,.0f}")
+        ax.set_yticks([0.5, 1, 2, 5, 10, 20, 50])
+        ax.yaxis.set_major_formatter(lambda y, _: f"{y:g}")
+        ax.minorticks_off()
+        ax.set(xlabel="descriptors of a transfer", ylim=(0.33, 80))
+        ax.set_title(direction, fontsize=10)
+    axes[0][0].set_ylabel("GB/s")
+    keys = [
+        Line2D([], [], color=colour, marker=marker, ls="", ms=6.5, label=f"runs of {book.size(run)}")
+        for run, (colour, marker) in zip(described, looks, strict=False)
+    ]
+    keys += [
+        Line2D([], [], color="#555555", marker="o", ls="", mfc="#FFFFFF", mew=1.3, label="open: the queue was full"),
+        Line2D([], [], color="#555555", marker="", ls="--", lw=1.3, label="what the host can describe"),
+        Line2D([], [], color="#555555", marker="", ls="-", lw=1, label="plain memcpy"),
+        Rectangle((0, 0), 1, 1, facecolor="#D0D0D0", lw=0, label="what the queue holds"),
+    ]
+    figure.legend(handles=keys, loc="outside lower center", ncols=4, fontsize=9)
+    return figure
 
 
 # ---- blocks
@@ -186,6 +236,25 @@ def dips(capacity: Mapping[str, Mapping[str, Sequence[tuple[float, float]]]], by
             for (_, before), (mib, percent), (_, after) in zip(line, line[1:], line[2:], strict=False):
                 if percent < min(before, after) - by:
                     yield f"{direction}, {name}, {mib:.0f} MiB: {percent:.0f} %, not {before:.0f} % or {after:.0f} %"
+
+
+def draw_capacity(lines: dict[str, dict[str, list[tuple[float, float]]]]) -> Figure:
+    """A panel for each direction: percent of the ceiling over MiB of staging memory, a line for each series."""
+    least = min(percent for by_name in lines.values() for marks in by_name.values() for _, percent in marks)
+    figure, axes = plt.subplots(1, len(lines), figsize=(9.6, 4.2), sharey=True, squeeze=False)
+    for ax, (direction, by_name) in zip(axes[0], lines.items(), strict=True):
+        for name, marks in by_name.items():
+            ax.plot([mib for mib, _ in marks], [percent for _, percent in marks], label=name)
+        ax.axhline(100, color="#555555", lw=1, ls="--", marker="")
+        ax.set_xscale("log", base=2)
+        ax.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
+        ax.yaxis.set_major_formatter(lambda y, _: f"{y:g}")
+        ax.set(xlabel="MiB of staging, both halves", ylim=(10 * (least // 10), 101))
+        ax.set_title(direction, fontsize=10)
+    axes[0][0].set_ylabel("% of the bus ceiling")
+    handles, names = axes[0][0].get_legend_handles_labels()
+    figure.legend(handles, names, loc="outside lower center", ncols=2, fontsize=9)
+    return figure
 
 
 # ---- auto

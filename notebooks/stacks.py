@@ -229,7 +229,7 @@ def draw_saved(ratios: Sequence[float], saved: Sequence[float]) -> Figure:
     return figure
 
 
-# ---- rules of order: who, waits for what, what happens otherwise, and the checks of `verify.conformance.ordering`
+# ---- rules of order: who, waits for what, what happens otherwise, and the checks of `verify.conformance.checks`
 
 RULES = [
     (

@@ -40,6 +40,7 @@ BACKEND = os.environ.get("BACKEND") or "torch"
 
 # %%
 import book
+import support_table
 import torch
 
 from refimpl import (
@@ -214,7 +215,7 @@ except ValueError as refusal:
 # One table answers for every pool, layout, backend, direction and platform, and the same table decides when a pool is built. An entry says where the pairing works in both directions: on a CPU, on a GPU, or on an emulated GPU, which runs the same kernels without one. A letter stands for a refusal. (A backend that is allowed must also be installed; the constructor says so where it is not.)
 
 # %%
-book.show_support(specs)
+support_table.show_support(specs)
 
 # %% [markdown]
 # That is what this reference allows: everything that *can* be done bit for bit, even where it is slow. An engine accepts less. Here is the same question with the rules of SGLang, for the main pool. An entry is the path that its backend `kernel` or `direct` takes:

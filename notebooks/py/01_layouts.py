@@ -29,6 +29,7 @@ from collections import Counter
 sys.path.append("notebooks")  # found there when the notebook runs in the repository's root
 
 import book
+import memory
 import torch
 
 from refimpl import LAYOUTS, DevicePool, HostPool, byte_offset, oracle, presets, slots_of, support
@@ -50,9 +51,9 @@ book.table(["layout", "axes of a buffer, outermost first"], [[name, ", ".join(ax
 tiny = presets.mha(layers=3, heads=2, head_dim=4, dtype=torch.uint8, page_size=4, head_groups=2)
 NUM_PAGES, PAGE = 2, 1  # the pool holds two pages, and the second one is drawn
 
-pools = {layout: book.labelled(tiny, layout, NUM_PAGES) for layout in book.allowed_layouts(tiny)}
+pools = {layout: memory.labelled(tiny, layout, NUM_PAGES) for layout in book.allowed_layouts(tiny)}
 for layout, pool in pools.items():
-    print(layout, *(f"    byte {at * fill.WORD}: {book.places(pool)[0][at]}" for at in range(8, 11)), sep="\n")
+    print(layout, *(f"    byte {at * fill.WORD}: {memory.places(pool)[0][at]}" for at in range(8, 11)), sep="\n")
 
 # %% [markdown]
 # The word says where it should be; `byte_offset` says where the table of axes puts it. They agree for every word of every layout.
@@ -60,12 +61,12 @@ for layout, pool in pools.items():
 # %%
 for layout, pool in pools.items():
     wrong = 0
-    for at, place in enumerate(book.places(pool)[0]):
+    for at, place in enumerate(memory.places(pool)[0]):
         where = byte_offset(
             tiny, layout, NUM_PAGES, place.component, place.page, place.layer, place.token, place.head
         )
         wrong += where != at * fill.WORD
-    print(f"{layout}: {len(book.places(pool)[0])} words read, {wrong} elsewhere than byte_offset says")
+    print(f"{layout}: {len(memory.places(pool)[0])} words read, {wrong} elsewhere than byte_offset says")
     assert wrong == 0
 
 # %% [markdown]
@@ -74,7 +75,7 @@ for layout, pool in pools.items():
 # Memory runs from left to right and from top to bottom, like text. A thick frame is a contiguous range of the page; everything outside belongs to the other page. The label in a word names its layer, and so does the colour; a hatched foot marks V.
 
 # %%
-key = book.draw_key()
+key = memory.draw_key()
 
 # %% [markdown]
 # ### `layer_first`: the page is everywhere
@@ -82,8 +83,8 @@ key = book.draw_key()
 # This is the device's own order. Each layer of K and of V has its own range, so a page consists of twice as many pieces as there are layers. One layer of the page is contiguous here *and* on the device, so loading layer by layer moves long runs.
 
 # %%
-book.draw_page(pools["layer_first"], PAGE, line=16)
-print("digest of what is drawn:", book.digest([str(place) for place in book.places(pools["layer_first"])[0]]))
+memory.draw_page(pools["layer_first"], PAGE, line=16)
+print("digest of what is drawn:", book.digest([str(place) for place in memory.places(pools["layer_first"])[0]]))
 
 # %% [markdown]
 # ### `page_first`: the page is together, its layers are not
@@ -91,8 +92,8 @@ print("digest of what is drawn:", book.digest([str(place) for place in book.plac
 # The *token* is outermost, and a page is just a number of consecutive tokens. K of the page is one piece, V another. But one layer of the page is scattered, one row for each token.
 
 # %%
-book.draw_page(pools["page_first"], PAGE, line=24)
-print("digest of what is drawn:", book.digest([str(place) for place in book.places(pools["page_first"])[0]]))
+memory.draw_page(pools["page_first"], PAGE, line=24)
+print("digest of what is drawn:", book.digest([str(place) for place in memory.places(pools["page_first"])[0]]))
 
 # %% [markdown]
 # ### `page_first_direct`: the page is together, and so are its layers
@@ -100,8 +101,8 @@ print("digest of what is drawn:", book.digest([str(place) for place in book.plac
 # The page is an axis of its own, and inside it the layer comes before the token. A copy engine moves all tokens of one layer in one piece, and storage still finds K of the page in one piece.
 
 # %%
-book.draw_page(pools["page_first_direct"], PAGE, line=24)
-print("digest of what is drawn:", book.digest([str(place) for place in book.places(pools["page_first_direct"])[0]]))
+memory.draw_page(pools["page_first_direct"], PAGE, line=24)
+print("digest of what is drawn:", book.digest([str(place) for place in memory.places(pools["page_first_direct"])[0]]))
 
 # %% [markdown]
 # ### `page_head`: each head of the page is together
@@ -109,8 +110,8 @@ print("digest of what is drawn:", book.digest([str(place) for place in book.plac
 # Half of the page's K is head 0, the other half head 1. A rank that owns half of the heads reads one piece of K and one of V, which makes this the order for storage that is shared by ranks with different TP sizes. The price is that the layer is innermost, so the pieces for the device are as short as one head of one token.
 
 # %%
-book.draw_page(pools["page_head"], PAGE, line=24)
-print("digest of what is drawn:", book.digest([str(place) for place in book.places(pools["page_head"])[0]]))
+memory.draw_page(pools["page_head"], PAGE, line=24)
+print("digest of what is drawn:", book.digest([str(place) for place in memory.places(pools["page_head"])[0]]))
 
 # %% [markdown]
 # ### `page_unified`: one object a page
@@ -118,8 +119,8 @@ print("digest of what is drawn:", book.digest([str(place) for place in book.plac
 # K and V are inside the page, so the page is a single piece, and a group of heads is one piece of it, V included. With one group (the default), the order is page, layer, K/V, token, head.
 
 # %%
-book.draw_page(pools["page_unified"], PAGE, line=24)
-print("digest of what is drawn:", book.digest([str(place) for place in book.places(pools["page_unified"])[0]]))
+memory.draw_page(pools["page_unified"], PAGE, line=24)
+print("digest of what is drawn:", book.digest([str(place) for place in memory.places(pools["page_unified"])[0]]))
 
 # %% [markdown]
 # ### `page_first_kv_split`: a row in two buffers
@@ -128,9 +129,9 @@ print("digest of what is drawn:", book.digest([str(place) for place in book.plac
 
 # %%
 tiny_mla = presets.mla(layers=3, latent_dim=16, dtype=torch.uint8, page_size=4, split=(12, 4))
-split = book.labelled(tiny_mla, "page_first_kv_split", NUM_PAGES)
-book.draw_page(split, PAGE, line=12)
-print("digest of what is drawn:", book.digest(*[[str(place) for place in words] for words in book.places(split)]))
+split = memory.labelled(tiny_mla, "page_first_kv_split", NUM_PAGES)
+memory.draw_page(split, PAGE, line=12)
+print("digest of what is drawn:", book.digest(*[[str(place) for place in words] for words in memory.places(split)]))
 
 # %% [markdown]
 # ## What is contiguous for whom
@@ -153,8 +154,8 @@ def contiguity(spec, readers, scale=1):
     layouts = book.allowed_layouts(spec)
     rows = []
     for name, part in readers.items():
-        found = [book.marked_ranges(spec, layout, scale=scale, **part) for layout in layouts]
-        rows.append([name, *(book.counted(lengths).replace(" + ", " +\n") for lengths in found)])
+        found = [memory.marked_ranges(spec, layout, scale=scale, **part) for layout in layouts]
+        rows.append([name, *(memory.counted(lengths).replace(" + ", " +\n") for lengths in found)])
     book.table(["contiguous pieces of …", *(book.HEADINGS[n] for n in layouts)], rows)
     return rows
 
@@ -228,14 +229,16 @@ book.table(["pool", "layout", "kv_buffer"], [row for row in shape_rows if row[2]
 rows = []
 for kind, spec in kinds.items():
     pair = [layout for layout in ("page_first", "page_first_direct") if layout in book.allowed_layouts(spec)]
-    bytes_of = [book.digest(*book.raw(book.labelled(spec, layout, N))) for layout in pair]
+    bytes_of = [book.digest(*book.raw(memory.labelled(spec, layout, N))) for layout in pair]
     rows.append(
         [kind, spec.components[0].unit, *bytes_of, "the same bytes" if len(set(bytes_of)) == 1 else "different bytes"]
     )
 book.table(["pool", "a row per", "page_first", "page_first_direct", ""], rows)
 same_bytes = {row[0] for row in rows if row[-1] == "the same bytes"}
 
-mla_bytes = [book.digest(*book.raw(book.labelled(kinds["MLA"], n, N))) for n in ("page_first_direct", "page_unified")]
+mla_bytes = [
+    book.digest(*book.raw(memory.labelled(kinds["MLA"], n, N))) for n in ("page_first_direct", "page_unified")
+]
 print("\nMLA, page_first_direct and page_unified:", *mla_bytes)
 assert len(set(mla_bytes)) == 1
 
@@ -251,9 +254,9 @@ device, host = DevicePool(c4, 1), HostPool(c4, "page_first", 1)
 layer = c4.owned_layers[0]
 device.buffer("c4", layer).fill_(1)
 oracle.backup_entries(host, device, [5], [5])
-entry = book.ranges(host.layer_view("c4", layer).reshape(-1).numpy() == 1)
+entry = memory.ranges(host.layer_view("c4", layer).reshape(-1).numpy() == 1)
 
-book.draw_row(c4, entry, zoom=1200)
+memory.draw_row(c4, entry, zoom=1200)
 for first, length in entry:
     print(f"entry 5: {length} bytes from byte {first:,}")
 
@@ -356,7 +359,7 @@ for layout in ("layer_first", "page_first", "page_unified"):
     pool = pools[layout]
     base = pool.data_refs["k"][0].data_ptr()
     pieces, lengths = pool.get_page_buffer_meta(slots_of([PAGE], tiny.page_size))
-    words = [book.places(pool)[0][(p - base) // fill.WORD] for p in pieces]
+    words = [memory.places(pool)[0][(p - base) // fill.WORD] for p in pieces]
     print(layout)
     for p, n, place in zip(pieces, lengths, words, strict=True):
         print(f"    {n} B from byte {p - base}: begins with {place}")

@@ -32,6 +32,7 @@ sys.path.append("notebooks")  # found there when the notebook runs in the reposi
 import book
 import numpy as np
 import torch
+import transfers
 
 from refimpl import LAYOUTS, DevicePool, HostPool, Receipt, oracle, plan, presets, slots_of
 from refimpl.backends.torch_backend import TorchBackend
@@ -75,7 +76,7 @@ for layout in book.allowed_layouts(tiny):
 for layout in book.allowed_layouts(tiny):
     move, *_ = plan(HostPool(tiny, layout, 4), device).moves
     print(f"{layout}\n")
-    book.show_move(move)
+    transfers.show_move(move)
     print()
 
 # %% [markdown]
@@ -84,8 +85,8 @@ for layout in book.allowed_layouts(tiny):
 # %%
 grouped = presets.mha(layers=3, heads=2, head_dim=4, dtype=torch.uint8, page_size=4, head_groups=2)
 drawn = ["layer_first", "page_first_direct", "page_first", "page_head", "page_unified"]
-book.draw_runs(grouped, drawn, "k", layer=1, page=1)
-arrays = [array for layout in drawn for array in book.runs_of(grouped, layout, "k", 1, 1)[:2]]
+transfers.draw_runs(grouped, drawn, "k", layer=1, page=1)
+arrays = [array for layout in drawn for array in transfers.runs_of(grouped, layout, "k", 1, 1)[:2]]
 print("digest of what is drawn:", book.digest(*arrays))
 
 # %% [markdown]
@@ -210,7 +211,7 @@ facts = {}  # (model, pool, components) -> layout -> (run bytes, runs a page)
 for name in MODELS:
     for pool, spec in presets.model(name).items():
         for layout in book.allowed_layouts(spec) if spec.components else ():
-            for component, fact in book.run_facts(spec, layout).items():
+            for component, fact in transfers.run_facts(spec, layout).items():
                 facts.setdefault((name, pool, component), {})[layout] = fact
 for key in [key for key in facts if key[2] == "k" and facts[key] == facts[*key[:2], "v"]]:  # V is as K
     facts = {(*key[:2], "k, v each") if k == key else k: v for k, v in facts.items() if k != (*key[:2], "v")}
@@ -237,7 +238,7 @@ book.table(["runs a page", "", *book.HEADINGS.values()], rows)
 labels = ["\n".join(who) for who in names]
 bytes_a_run = [[(n, run) for n, (runs, _) in by_layout.items() for run in runs] for by_layout in facts.values()]
 runs_a_page = [[(n, count) for n, (_, count) in by_layout.items()] for by_layout in facts.values()]
-book.draw_dots(labels, {"bytes a run": bytes_a_run, "runs a page, all layers": runs_a_page})
+transfers.draw_dots(labels, {"bytes a run": bytes_a_run, "runs a page, all layers": runs_a_page})
 print("digest of what is drawn:", book.digest(labels, bytes_a_run, runs_a_page))
 
 # %%
@@ -378,7 +379,7 @@ shares = {
     what: [float((zero[n // 2 : n] != other[n // 2 : n]).any(-1).float().mean()) * 100 for n in blocks.tolist()]
     for what, other in (("layer 0 from layer 1", one_on), ("K from V", hundred_on))
 }
-book.draw_shares(blocks, shares, compared=(16 * 128, 4 * 16 * 1024))
+transfers.draw_shares(blocks, shares, compared=(16 * 128, 4 * 16 * 1024))
 print("digest of what is drawn:", book.digest(blocks, *shares.values()))
 
 # %% [markdown]

@@ -38,6 +38,7 @@ sys.path.append("notebooks")  # found there when the notebook runs in the reposi
 
 import book
 import numpy as np
+import wrong_bytes
 from IPython.display import SVG
 
 from verify.adapters import plain, protocol, runner, suite
@@ -231,7 +232,7 @@ def states(adapter):
 
 tokens = [f"page {page}\ntoken {token}" for page in range(6) for token in range(2)]
 drawn = states(mine)
-book.draw_states(drawn, tokens, f"host memory after {CASE}")
+wrong_bytes.draw_states(drawn, tokens, f"host memory after {CASE}")
 print("digest of what is drawn:", book.digest(drawn))
 
 # %%

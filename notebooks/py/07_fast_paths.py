@@ -29,7 +29,9 @@ sys.path.append("notebooks")  # found there when the notebook runs in the reposi
 
 import book
 import fastpaths
+import timelines
 import torch
+import tracing
 from fastpaths import percents, rows_of, spread
 
 from kernels_cupy import emu, sm_copy, specs
@@ -60,13 +62,13 @@ page_device = filled(tiny, 2)
 shown = {}
 rows = []
 for way in WAYS:
-    noting = book.NotingDevice()
+    noting = tracing.NotingDevice()
     host = noting.pool(tiny, "page_first", 2, way, staging_pages=2)
     receipt = host.backup(page_device, slots_of([1], 2), slots_of([0], 2))
     receipt.wait()
     staging = host._mover._buffer if way == "staged" else None
-    strips = book.strips(host, page_device, staging)
-    shown[way] = strips, book.pieces(strips, noting.moved)
+    strips = tracing.strips(host, page_device, staging)
+    shown[way] = strips, tracing.pieces(strips, noting.moved)
     across = sum(m.nbytes for m in noting.moved if m.by == "copy engine" or way == "kernel")
     through = sum(m.nbytes for m in noting.moved if m.by == "kernel")
     rows.append([receipt.path, receipt.bytes, receipt.descriptors, receipt.kernels, across, through])
@@ -79,7 +81,7 @@ receipts = {row[0]: row[1:] for row in rows}
 
 def draw(way):
     strips, pieces = shown[way]
-    book.draw_way(f"{way}: page 0 of the device to page 1 of the host", page_device, 0, strips, pieces)
+    tracing.draw_way(f"{way}: page 0 of the device to page 1 of the host", page_device, 0, strips, pieces)
     print("digest of what is drawn:", book.digest(*(strip.memory for strip in strips), pieces))
 
 
@@ -127,7 +129,7 @@ oracle.backup(expected, device, *at)
 
 rows, orders = [], {}
 for way in WAYS:
-    noting = book.NotingDevice(seed=1)
+    noting = tracing.NotingDevice(seed=1)
     host = noting.pool(spec, "page_first", 6, way, staging_pages=4)
     noting.told.clear()
     before = book.differing(host, expected)
@@ -152,15 +154,15 @@ device = filled(tiny, 6)
 order = slots_of([5, 0, 3, 1, 4, 2], 2), slots_of([2, 4, 1, 5, 0, 3], 2)
 lanes = {}
 for direction in ("backup", "load"):
-    noting = book.NotingDevice()
+    noting = tracing.NotingDevice()
     host = noting.pool(tiny, "page_first", 6, "staged", staging_pages=4)
     noting.told.clear()
     receipt = host.prepare(device, *order, direction).run()
     lanes[f"{direction}: {receipt.descriptors} descriptors, {receipt.kernels} launches"] = list(noting.told)
     receipt.wait()
-book.draw_timelines(lanes)
+timelines.draw_timelines(lanes)
 for title, submitted in lanes.items():
-    boxes, arrows = book.timeline(submitted)
+    boxes, arrows = timelines.timeline(submitted)
     joins = [f"{a.source.what} {a.source.number} → {a.to.what} {a.to.number}" for a in arrows]
     print(f"{title}\n    {', '.join(joins)}")
 
@@ -183,7 +185,7 @@ def wrong_orders(direction, forget, seeds):
     wrong = 0
     for seed in range(seeds):
         source, target = HostPool(tiny, "page_first", 6), filled(tiny, 6)
-        noting = book.NotingDevice(seed)
+        noting = tracing.NotingDevice(seed)
         host = noting.pool(tiny, "page_first", 6, "staged", staging_pages=4)
         fill.fill_host(source, 0)
         fill.fill_host(host, 0)
@@ -288,7 +290,7 @@ describe_ns = statistics.median(describe)
 bus = max(rate for direction in series for rate in highest[direction].values())
 described = {run: run / describe_ns for run in series["backup"]}
 fits = max(low for low, _ in filled), min(high for _, high in filled)
-book.draw_descriptors(series, described, bus, fits)
+fastpaths.draw_descriptors(series, described, bus, fits)
 
 rows, engine = [], {}
 for run in described:
@@ -384,7 +386,7 @@ for row in rows_of(bench, "capacity"):
     for cell in row["cells"]:
         if cell["status"] == "measured":
             line.append((cell["staging_pages"] * row["page_bytes"] / 2**20, round(cell["percent_of_ceiling"], 1)))
-book.draw_capacity(capacity)
+fastpaths.draw_capacity(capacity)
 rows = []
 for direction, lines in capacity.items():
     for name, line in lines.items():
