@@ -16,7 +16,7 @@ from verify import notebooks, page
 from verify.arguments import Parser, file, folder, listed, positive
 from verify.bench import measure, options, results
 from verify.bench import report as tables
-from verify.bench.gpu import here, recommend
+from verify.bench.gpu import here, nearest, recommend
 from verify.bench.gpu import report as gpu_tables
 from verify.bench.gpu.cases import PAYLOAD
 from verify.bench.noise import RULE
@@ -86,9 +86,16 @@ def _device(args: argparse.Namespace) -> Device:
     for model in models:
         rows = recommend.rows_of(content, model, args.page_size, args.layouts)
         advice += [f"{model}, {sentence}" for sentence in recommend.advice(content, rows)] or [
-            f"{model}: not among these results, which have {listed(measured) or 'no model'}; on a GPU it is measured"
+            f"{model}: not among these results, which have {listed(measured) or 'no model'}; "
+            f"{_nearest(content, model, args)}; on a GPU it is measured"
         ]
     return Device(path, content, here.label(path, content), advice)
+
+
+def _nearest(content: Content, model: str, args: argparse.Namespace) -> str:
+    """In words: the measured model that is most like one that was not measured."""
+    pools = presets.model(model, page_size=args.page_size).values()
+    return str(nearest.nearest(content, pools, args.layouts) or "none of them has a pair that its pools can have")
 
 
 def for_notebooks(args: argparse.Namespace, results: Path) -> dict[str, str]:

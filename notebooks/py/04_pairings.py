@@ -89,6 +89,7 @@ if able:
     book.say(*pairings.answer(name_of(MODEL, PAGE_SIZE), recommend.choose(able), len({way.pool for way in found})))
 else:
     lacks("this model")
+    book.say(pairings.nearest_to(bench, MODEL, pools.values(), layouts))
 
 # %% [markdown]
 # The same for every model in these results, with the pages of its preset. *Of the best pairs* is the rate compared with giving each pool and direction its own best pair; *least* is where this one pair costs most. A model whose *least* is low is better off with different pairs for different pools.
@@ -296,7 +297,7 @@ else:
 # %% [markdown]
 # ## A model that nobody measured
 #
-# Rates follow from run lengths, so they can be predicted for a model that exists only as a `config.json`. Replace the numbers below by yours (a `PoolSpec` from `refimpl/presets.py`: `mha`, `mla`, `mamba`, …; heads are those of one rank). The prediction is that of backend `auto`, from a table of rates by contiguous bytes: this GPU's where `make calibrate` was run, else the committed H200's. The second table says how far to trust it: the same prediction for the pairings that were measured above. The rank of backends is what to take from it; `direct` with many short runs depends most on the host, and is the hardest to predict.
+# Rates follow from run lengths, so they can be predicted for a model that exists only as a `config.json`. Replace the numbers below by yours (a `PoolSpec` from `refimpl/presets.py`: `mha`, `mla`, `mamba`, …; heads are those of one rank). The prediction is that of backend `auto`, from a table of rates by contiguous bytes: this GPU's where `make calibrate` was run, else the committed H200's. The second table says how far to trust it: the same prediction for the pairings that were measured above. The rank of backends is what to take from it; `direct` with many short runs depends most on the host, and is the hardest to predict. The line below the first table names the measured model that comes nearest by what decides a rate: the family of a pool, then the bytes of its runs, then those of its pages, in the layout that is best for the measured one.
 
 # %%
 own = presets.mha(
@@ -317,6 +318,7 @@ for layout, by_direction in predicted.items():
     lines.append([layout, " + ".join(map(book.size, runs)), *(f"{rate:.1f}" if rate else "-" for rate in rates)])
 heads = [f"{d}\n{way}" if way == "direct" else f"\n{way}" for d in book.DIRECTIONS for way in WAYS]
 book.table(["predicted GB/s", "run", *heads], lines)
+book.say(pairings.nearest_to(bench, "Such a model", [own], layouts))
 
 # %%
 off = {way: [] for way in WAYS}

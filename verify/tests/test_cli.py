@@ -58,6 +58,7 @@ def test_run_writes_the_matrix_and_its_samples(
     for shown in (printed, index):
         assert "[1] page_first_kv_split cuts a row in two" in shown
         assert "toy: not among these results, which have llama-3.1-8b, " in shown
+        assert "; nearest is llama-3.1-8b, for which page_head with " in shown
     assert "4 cells measured, 4 cells refused, 0 cells wrong" in printed
 
 

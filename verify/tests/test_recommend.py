@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from refimpl import presets
+from refimpl import presets, support
 from verify.bench.gpu import here, recommend
+from verify.bench.gpu.cases import MODELS
+from verify.bench.gpu.nearest import nearest
 from verify.bench.gpu.recommend import Way, advice, choose, crossover, pairs, rows_of, rows_of_model, ways
 from verify.bench.noise import FLOOR, Fraction, fraction
 
@@ -151,6 +154,68 @@ def test_advice_names_pairs_margins_and_what_is_level() -> None:
 def test_nothing_measured_is_no_advice() -> None:
     content = results(row("kv", "load", "page_first", {}))
     assert advice(content, content["rows"]) == []
+
+
+def measured(*models: str, layouts: tuple[str, ...] = ("page_first", "page_head")) -> dict[str, Any]:
+    """Results of some models: every pool both ways, in each layout slower than in the one before."""
+    of_pools = [
+        row("kv", direction, layout, {"kernel": (seconds, 0.1)})
+        | {"case": model, "pool": name, "page_bytes": spec.page_bytes}
+        for model in models
+        for name, spec in presets.model(model).items()
+        for direction in ("backup", "load")
+        for seconds, layout in enumerate(layouts, 1)
+        if spec.page_bytes and support(spec, layout, "kernel", direction, "cuda")
+    ]
+    return results(*of_pools)
+
+
+@pytest.mark.parametrize(
+    ("model", "among", "found"),
+    [
+        ("llama-3.1-8b", ("deepseek-v3", "gpt-oss-20b"), "gpt-oss-20b"),  # family before runs
+        ("llama-3.1-8b", ("gpt-oss-120b", "nemotron-h"), "nemotron-h"),  # runs before pages
+        ("qwen3-8b", ("llama-3.1-70b", "llama-3.1-8b", "qwen3-32b"), "llama-3.1-8b"),  # of equal runs, pages
+        ("nemotron-h", ("llama-3.1-8b", "qwen3-next"), "qwen3-next"),  # it has states, too
+        ("deepseek-v3.2", ("qwen3-next", "deepseek-v3", "deepseek-v4-flash"), "deepseek-v3"),  # one of two families
+        ("mimo-like", ("llama-3.1-8b", "deepseek-v3"), "deepseek-v3"),  # of no family
+        ("deepseek-v4-pro", ("deepseek-v3", "deepseek-v4-flash", "qwen3-next"), "deepseek-v4-flash"),
+    ],
+)
+def test_the_nearest_model_has_the_families_then_the_runs_then_the_pages(
+    model: str, among: tuple[str, ...], found: str
+) -> None:
+    near = nearest(measured(*among), presets.model(model).values())
+    assert near
+    assert near.model == found
+
+
+def test_the_nearest_model_is_named_with_its_pair_and_the_reason() -> None:
+    content = measured("llama-3.1-8b", "deepseek-v3")
+    assert str(nearest(content, presets.model("qwen3-8b").values())) == (
+        "nearest is llama-3.1-8b, for which page_first with kernel is best: it has pools of the same families; "
+        "furthest apart in that layout are kv and its kv, with runs of 2 KiB and 2 KiB, pages of 9 MiB and 8 MiB"
+    )
+    assert "runs of 256 B and 256 B" in str(nearest(content, presets.model("qwen3-8b").values(), ("page_head",)))
+    assert str(nearest(content, presets.model("deepseek-v3.2").values())) == (
+        "nearest is deepseek-v3, for which page_first with kernel is best: it has no pool of family dsa; furthest "
+        "apart in that layout are indexer and its kv, with runs of 8.25 KiB and 1.12 KiB, pages of 503 KiB and 4.29 MiB"
+    )
+
+
+def test_no_model_is_near_that_has_no_pair_for_the_pools() -> None:
+    heads = measured("llama-3.1-8b", layouts=("page_head",))
+    assert nearest(heads, presets.model("deepseek-v3").values()) is None
+    assert nearest(heads, presets.model("qwen3-8b").values(), ("page_first",)) is None
+    assert nearest(results(), presets.model("qwen3-8b").values()) is None
+    assert nearest(heads, []) is None
+
+
+def test_a_measured_model_is_nearest_to_itself() -> None:
+    content = json.loads(here.committed("bench").read_text(encoding="utf-8"))
+    found = {model: nearest(content, presets.model(model).values()) for model in MODELS}
+    assert {model: near and near.model for model, near in found.items()} == {model: model for model in MODELS}
+    assert {near and near.distance for near in found.values()} == {(0, 0, 0)}
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,81 @@
+"""The measured model that is nearest to one that nobody measured, by what decides a rate."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from refimpl import LAYOUTS, DevicePool, HostPool, PoolSpec, presets, support
+from refimpl.support import DIRECTIONS
+from verify.bench.gpu.recommend import Content, Pair, Way, choose, pairs, rows_of, ways
+from verify.bench.measure import runs
+from verify.bench.report import size
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What decides the rate of a pool in a layout: its family, bytes of a run (on average), bytes of a page."""
+
+    pool: str
+    family: str
+    run_bytes: int
+    page_bytes: int
+
+    @classmethod
+    def of(cls, spec: PoolSpec, layout: str) -> Shape:
+        with HostPool(spec, layout, 1) as host:
+            count = sum(run["count"] for run in runs(host, DevicePool(spec, 1), 1))
+        return cls(spec.name, spec.family, spec.page_bytes // count, spec.page_bytes)
+
+    def distance(self, other: Shape) -> tuple[bool, float, float]:
+        """Whether families differ, then how often runs, and then pages, would have to be doubled or halved."""
+        run, page = self.run_bytes / other.run_bytes, self.page_bytes / other.page_bytes
+        return self.family != other.family, abs(math.log2(run)), abs(math.log2(page))
+
+
+@dataclass(frozen=True)
+class Nearest:
+    """A measured model, the pair that is best for it, and for each pool of another model the nearest of its pools."""
+
+    model: str
+    taken: Pair
+    beside: tuple[tuple[Shape, Shape], ...]
+
+    @property
+    def distance(self) -> tuple[float, ...]:
+        """Families that it lacks count first, then runs, then pages."""
+        return tuple(map(sum, zip(*(mine.distance(other) for mine, other in self.beside), strict=True)))
+
+    def __str__(self) -> str:
+        """In a line, with the reason: the pool that it stands for least well."""
+        lacking = dict.fromkeys(mine.family for mine, other in self.beside if mine.family != other.family)
+        families = f"it has no pool of family {', '.join(lacking)}" if lacking else "it has pools of the same families"
+        mine, other = max(self.beside, key=lambda shapes: shapes[0].distance(shapes[1]))
+        return (
+            f"nearest is {self.model}, for which {self.taken.pair} is best: {families}; furthest apart in that layout "
+            f"are {mine.pool} and its {other.pool}, with runs of {size(mine.run_bytes)} and {size(other.run_bytes)}, "
+            f"pages of {size(mine.page_bytes)} and {size(other.page_bytes)}"
+        )
+
+
+def nearest(content: Content, specs: Iterable[PoolSpec], layouts: Sequence[str] = LAYOUTS) -> Nearest | None:
+    """Of the measured models the one whose pools are most like these, by `Shape`; None where none has a pair for them.
+
+    Each is compared in the layout that is best for it, of those pairs that these pools can have.
+    """
+    storing = [spec for spec in specs if spec.page_bytes]
+
+    def possible(way: Way) -> bool:
+        asked = ((spec, direction) for spec in storing for direction in DIRECTIONS)
+        return all(support(spec, way.layout, way.backend, direction, "cuda") for spec, direction in asked)
+
+    near: list[Nearest] = []
+    for model, pools in ((name, presets.model(name)) for name in presets.MODELS):
+        found = [way for way in ways(content, rows_of(content, model, layouts=layouts)) if possible(way)]
+        if storing and (able := pairs(found)):
+            taken = choose(able).taken
+            measured = [Shape.of(pools[name], taken.layout) for name in dict.fromkeys(way.pool for way in found)]
+            asked = [Shape.of(spec, taken.layout) for spec in storing]
+            near.append(Nearest(model, taken, tuple((mine, min(measured, key=mine.distance)) for mine in asked)))
+    return min(near, key=lambda one: one.distance, default=None)
