@@ -14,7 +14,7 @@ from refimpl.operations import Ack
 from refimpl.radix import Node, PrefixCache, Ticket
 from verify.checked import CALLS
 from verify.serving import Serving
-from verify.tests.test_radix import P, pages, saved, word
+from verify.words import P, pages, saved, word
 
 pytestmark = pytest.mark.ordering
 

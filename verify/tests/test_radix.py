@@ -1,7 +1,6 @@
 """The tree of prefixes: what is found, what is saved when, what comes back, what goes first, and what failures leave.
 
-A prefix is written as a word, a letter for each page of four tokens: "abc" is three pages. B numbers are those of
-`test_reported_faults.py`.
+Prefixes are written as words (`verify/words.py`). B numbers are those of `test_reported_faults.py`.
 """
 
 from __future__ import annotations
@@ -18,20 +17,11 @@ from refimpl.invariants import require_invariants
 from refimpl.pool_group import PoolTransfer
 from refimpl.radix import Match, Node, PrefixCache, Ticket
 from verify.serving import SIDES, Serving
+from verify.words import P, pages, saved, word
 
 pytestmark = pytest.mark.ordering
 
-P = 4
 Make = Callable[..., Serving]
-
-
-def pages(word: str) -> list[int]:
-    """Four tokens a letter. Letters agree in the first two, so prefixes part in the middle of a page."""
-    return [token for letter in word for token in (0, 0, ord(letter), ord(letter))]
-
-
-def word(node: Node) -> str:
-    return "".join(map(chr, node.key[3::P]))
 
 
 def tree(cache: PrefixCache, what: Callable[[Node], Any] = lambda node: None) -> Any:
@@ -70,14 +60,6 @@ def make() -> Iterator[Make]:
         server.check_readings()
         assert all(not allocator.locks.any() for allocator in server.allocators.values())
         server.close()
-
-
-def saved(server: Serving, *words: str) -> None:
-    """Insert prefixes; their backups have arrived."""
-    for each in words:
-        assert server.insert(pages(each))
-    server.controller.start_writing()
-    assert not any(ack.error for ack in server.check(wait=True))
 
 
 def sent_away(server: Serving, *words: str) -> None:

@@ -30,8 +30,8 @@ from verify import properties  # noqa: F401 - chooses how hard to try
 from verify.checked import CheckedCache
 from verify.plain_tree import PlainTree
 from verify.serving import SIDES
-from verify.tests.test_radix import P, pages, word
 from verify.toys import STACKS
+from verify.words import P, pages, word
 
 pytestmark = pytest.mark.ordering
 
