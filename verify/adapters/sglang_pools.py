@@ -23,11 +23,24 @@ LAYOUTS = {"kernel": ("layer_first", "page_first", "page_head"), "direct": ("lay
 
 @dataclass(frozen=True)
 class Kind:
-    """How one of SGLang's pools is built: `make(geometry, layout, part or parts, device tensors by part)`."""
+    """How one of SGLang's pools is built: `make(geometry, layout, part or parts, device tensors by part)`.
+
+    pages_taken  the layout in which it makes a table of its layers from as many pages, and raises if there are fewer
+    """
 
     piece: str
     make: Callable[[Json, str, list[Bundle], dict[str, list[torch.Tensor]]], list[Any]]
-    page_head: bool = False
+    layouts: tuple[str, ...] = ("layer_first", "page_first", "page_first_direct")
+    pages_taken: str = ""
+
+    def refusal(self, geometry: Json, layout: str) -> str | None:
+        """Why it is not built. It would raise after it has registered memory, and leave it so when it goes."""
+        if layout not in self.layouts:
+            return f"SGLang's pool has no {layout}"
+        pages, layers = geometry["host_pages"], len(geometry["components"][0]["layers"])
+        if layout == self.pages_taken and pages < layers:
+            return f"SGLang's pool cannot be built with fewer host pages than layers in {layout}: {pages} and {layers}"
+        return None
 
 
 def mha(geometry: Json, layout: str, parts: list[Bundle], rows: dict[str, list[torch.Tensor]]) -> list[Any]:
@@ -114,9 +127,9 @@ def states(geometry: Json, layout: str, parts: list[Bundle], rows: dict[str, lis
 
 
 KINDS = {
-    "mha": Kind("mha pools", mha, page_head=True),
-    "asymmetric": Kind("mha pools", mha),
-    "mla": Kind("mla pools", mla),
+    "mha": Kind("mha pools", mha, (*Kind.layouts, "page_head"), pages_taken="page_head"),
+    "asymmetric": Kind("mha pools", mha, ("page_first", "page_first_direct")),
+    "mla": Kind("mla pools", mla, pages_taken="page_first_direct"),
     "page rows": Kind("v4 pools", page_rows),
     "states": Kind("v4 pools", states),
 }
@@ -149,8 +162,10 @@ class Pools:
         kind = kind_of(geometry)
         if kind is None:
             return "none of SGLang's pools is built over such components alone"
-        if layout not in LAYOUTS[self.backend] or (layout == "page_head" and not kind.page_head):
+        if layout not in LAYOUTS[self.backend]:
             return f"SGLang's pool has no {self.backend} transfers in {layout}"
+        if reason := kind.refusal(geometry, layout):
+            return reason
         reasons = [self._limit(bundle) for bundle in bundles(geometry, layout)]
         if reason := next((reason for reason in reasons if reason), None):
             return reason

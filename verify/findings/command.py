@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from verify.arguments import Parser
 from verify.bench.provenance import ROOT
-from verify.findings import flexkv, kvbm, sglang_dispatch, sglang_tests, vllm
+from verify.findings import flexkv, kvbm, sglang_dispatch, sglang_tests, sglang_transfers, vllm
 from verify.findings.finding import Finding
 
 FILE = ROOT / "FINDINGS.md"
@@ -15,6 +15,9 @@ FINDINGS: dict[str, Callable[[], Finding]] = {
     "sglang-layers-alike": sglang_tests.layers_alike,
     "sglang-staged-at-page-one": sglang_dispatch.staged_at_page_one,
     "sglang-loads-of-page-rows": sglang_dispatch.loads_of_page_rows,
+    "sglang-moves-exactly": sglang_transfers.moves_exactly,
+    "sglang-wide-rows": sglang_transfers.wide_rows,
+    "sglang-lists-trusted": sglang_transfers.lists_trusted,
     "vllm-store-unseen": vllm.store_unseen,
     "kvbm-fill-aliases": kvbm.fill_aliases,
     "flexkv-fill-aliases": flexkv.fill_aliases,

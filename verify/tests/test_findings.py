@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from functools import cache
 from typing import Any
 
 import pytest
 
 from verify import cli, fill
-from verify.findings import command, flexkv, kvbm, sglang_dispatch, sglang_tests, vllm
+from verify.findings import command, flexkv, kvbm, sglang_dispatch, sglang_tests, sglang_transfers, vllm
 from verify.findings.command import FILE, FINDINGS
 from verify.findings.finding import Finding
 
@@ -68,6 +69,68 @@ def with_slow_bulk_copies() -> Finding:
     return sglang_dispatch.loads_of_page_rows(figures(TMA=0.6))
 
 
+def rates(**changed: float) -> dict[str, float]:
+    """As measured again, but for functions whose names end so."""
+    again = sglang_dispatch.again()
+    return {name: changed.get(name.split()[-1], rate) for name, rate in again.items()}
+
+
+def with_a_fast_staged_path_when_measured_again() -> Finding:
+    return sglang_dispatch.staged_at_page_one(rates=rates(staged=45.0))
+
+
+def with_fast_operators_when_measured_again() -> Finding:
+    return sglang_dispatch.loads_of_page_rows(rates=rates(operator=50.0))
+
+
+def with_slow_bulk_copies_when_measured_again() -> Finding:
+    return sglang_dispatch.loads_of_page_rows(rates=rates(bulk=30.0))
+
+
+def record(name: str, change: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
+    """SGLang's, but for one path."""
+    content = deepcopy(sglang_transfers.recorded())
+    change(next(path for path in content["paths"] if path["name"] == name))
+    return content
+
+
+def with_a_wrong_byte() -> Finding:
+    return sglang_transfers.moves_exactly(record("sglang-ops", lambda path: path["moved"].update(wrong=1)))
+
+
+def with_a_refusal_for_another_reason() -> Finding:
+    return sglang_transfers.moves_exactly(record("sglang-direct", lambda path: path["moved"].update(refused=1)))
+
+
+def with_a_path_that_moves_nothing() -> Finding:
+    return sglang_transfers.moves_exactly(record("sglang-mamba", lambda path: path["moved"].pop("moved")))
+
+
+def with_a_wide_row_that_moves() -> Finding:
+    return sglang_transfers.wide_rows(record("sglang-bulk", lambda path: path["not_passed"][-1]["cases"].pop()))
+
+
+def with_pools_that_take_another_kernel() -> Finding:
+    return sglang_transfers.wide_rows(record("sglang-pools", lambda path: path["not_passed"].clear()))
+
+
+def with_gaps_refused() -> Finding:
+    changed = {"not consecutive": {"refused": 16}}
+    return sglang_transfers.lists_trusted(record("sglang-ops", lambda path: path["refused"].update(changed)))
+
+
+def with_gaps_ignored() -> Finding:
+    content = sglang_transfers.recorded()
+    for path in content["paths"]:
+        path["refused"]["not consecutive"] = {"nothing": 1}
+    return sglang_transfers.lists_trusted(content)
+
+
+def with_unequal_lists_moved() -> Finding:
+    changed = {"unequal lengths": {"moved": 1, "refused": 7}}
+    return sglang_transfers.lists_trusted(record("sglang-bulk", lambda path: path["refused"].update(changed)))
+
+
 @pytest.mark.parametrize(
     "otherwise",
     [
@@ -80,6 +143,17 @@ def with_slow_bulk_copies() -> Finding:
         with_another_path_chosen,
         with_fast_operators,
         with_slow_bulk_copies,
+        with_a_fast_staged_path_when_measured_again,
+        with_fast_operators_when_measured_again,
+        with_slow_bulk_copies_when_measured_again,
+        with_a_wrong_byte,
+        with_a_refusal_for_another_reason,
+        with_a_path_that_moves_nothing,
+        with_a_wide_row_that_moves,
+        with_pools_that_take_another_kernel,
+        with_gaps_refused,
+        with_gaps_ignored,
+        with_unequal_lists_moved,
     ],
     ids=lambda case: case.__name__,
 )
