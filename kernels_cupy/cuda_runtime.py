@@ -1,7 +1,9 @@
-"""The runtime on a GPU: torch's streams, events and memory, CuPy's kernels, CUDA's batched copy.
+"""The runtime on a GPU: torch's events and memory, CuPy's kernels, CUDA's batched copy.
 
-CuPy's current stream is not torch's, so every launch names its stream. Memory is torch's and in order of the stream it
-was taken on; since every transfer ends on the caller's stream, whatever a transfer took may be let go at once.
+Streams of our own are none of torch's 32, which are everybody's: who was dealt the same one would be held up with us.
+They are never destroyed, for torch may keep memory in their order. CuPy's current stream is not torch's, so a launch
+names its stream. Memory is torch's and in order of the stream it was taken on; since every transfer ends on the
+caller's stream, whatever a transfer took may be let go at once.
 
 Torch finds the GPU of a stream or a tensor by itself. Launches and copies by address go to the current GPU, and a
 handle of 0 is the default stream of that one: for them it is made current if it is not.
@@ -12,7 +14,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
 from typing import Any
@@ -23,13 +25,9 @@ import torch
 from kernels_cupy.copies import Copies
 from kernels_cupy.specs import KERNELS, OPTIONS, kernel_of, source
 from refimpl.hooks import reached
-from refimpl.runtime import Event, Stream, require_here
+from refimpl.runtime import STREAMS, Event, Stream, require_here
 
 PINNED_BYTES = 8 << 20
-
-# Dealt in turn, as torch deals its 32, which are everybody's: who got the same one would wait for what we wait for.
-# With as many beside them still fewer than a GPU has queues at most (32).
-STREAMS = 12
 
 ALIGNMENT = 256
 
@@ -37,6 +35,7 @@ EQUAL = ctypes.c_uint(1)  # CU_STREAM_WAIT_VALUE_EQ
 CYCLES_A_SECOND = 1.8e9  # of an SM, about
 
 LEGACY_DEFAULT = (0, 1)  # handles of the stream that synchronises with all others
+PER_THREAD_DEFAULT = 2  # another stream in each thread
 
 CURRENT: AbstractContextManager[Any] = nullcontext()  # made once: submitting a transfer takes microseconds
 
@@ -56,7 +55,7 @@ class CudaRuntime:
         self._copies = Copies()
         self._cupy_streams: dict[int, Any] = {}
         self._dealt: deque[torch.cuda.Stream] = deque()  # the one that was dealt last comes last
-        self._beside: dict[int, torch.cuda.Stream] = {}
+        self._beside: dict[Hashable, torch.cuda.Stream] = {}
         self._pinned = PinnedRing(PINNED_BYTES)
         self._gates: list[tuple[Event, torch.Tensor]] = []
         self._one_at_a_time = threading.Lock()
@@ -89,11 +88,18 @@ class CudaRuntime:
             return self._dealt[-1]
 
     def beside(self, stream: Stream) -> torch.cuda.Stream:
+        key = self.identity(stream)
+        if key not in self._beside:
+            with self._one_at_a_time:
+                if key not in self._beside:
+                    self._beside[key] = self._new_stream()
+        return self._beside[key]
+
+    def identity(self, stream: Stream) -> Hashable:
         handle = stream.cuda_stream
-        return self._beside.get(handle) or self._beside.setdefault(handle, self._new_stream())
+        return handle, threading.get_ident() if handle == PER_THREAD_DEFAULT else 0
 
     def _new_stream(self) -> torch.cuda.Stream:
-        """Never destroyed: torch may keep memory in its order."""
         with self._current():
             own = self._cupy.cuda.Stream(non_blocking=True)
         self._cupy_streams[own.ptr] = own
@@ -192,7 +198,7 @@ class CudaRuntime:
             _function(kernel)((blocks,), (self.threads,), (opaque,), stream=self._cupy_stream(stream))
 
     def _cupy_stream(self, stream: torch.cuda.Stream) -> Any:
-        """CuPy's view of a stream of torch's; it keeps the stream alive."""
+        """The same stream to CuPy; of one that is torch's, it keeps it alive."""
         key = stream.cuda_stream
         if key not in self._cupy_streams:
             self._cupy_streams[key] = self._cupy.cuda.Stream.from_external(stream)

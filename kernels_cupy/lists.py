@@ -49,7 +49,7 @@ class Placed:
 
 def place(runtime: Runtime, stream: Stream, items: Items, sides: tuple[str, ...]) -> Placed:
     """Bring the lists of some sides to the device, once for all runs of a transfer on the caller's stream."""
-    key: Hashable = sides, stream
+    key: Hashable = sides, runtime.identity(stream)
     placed = items.placed.get(key)
     if placed is None:
         placed = items.placed[key] = _place(runtime, items, sides)

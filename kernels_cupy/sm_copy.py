@@ -60,7 +60,7 @@ class SmCopy:
 
     def _prepared(self, plan: Plan, layers: tuple[int | None, ...], direction: str, stream: Stream) -> list[Launch]:
         """Worked out once; a table of registrations is brought to the device in order of a stream, and so again."""
-        key = "launches", layers, direction, stream if needs_table(plan) else None
+        key = "launches", layers, direction, self._runtime.identity(stream) if needs_table(plan) else None
         prepared = plan.derived.get(key)
         if prepared is None:
             require_reach(plan)

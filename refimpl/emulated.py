@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from refimpl.hooks import reached
-from refimpl.runtime import BATCHED, Event, Stream, Stuck, require_here
+from refimpl.runtime import BATCHED, STREAMS, Event, Stream, Stuck, require_here
 
 POISON = 0xDB
 ALIGNMENT = 256  # of device memory
@@ -70,7 +70,7 @@ class QueueRuntime:
     ) -> None:
         self._launcher, self.compile, self.name = launcher, compiler, name
         self._random = random.Random(seed)
-        self._streams = itertools.count()
+        self._streams = itertools.cycle(range(STREAMS))
         self._queues: dict[Hashable, deque[Queued]] = {}
         self._lock = threading.RLock()
         self._here = threading.local()
@@ -97,6 +97,9 @@ class QueueRuntime:
 
     def beside(self, stream: Stream) -> Stream:
         return f"beside {stream}"
+
+    def identity(self, stream: Stream) -> Hashable:
+        return stream
 
     def issue(self, stream: Stream, call: Callable[[], object]) -> None:
         with self.on(stream):

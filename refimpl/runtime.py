@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -20,6 +20,10 @@ from refimpl.teardown import call_all
 
 BATCHED = "batch"  # the call that takes many copies
 
+# Streams of our own on a device. A GPU serves all streams of a process from 8 queues, or as many as the environment's
+# CUDA_DEVICE_MAX_CONNECTIONS says, 32 at most; work waits for whatever is before it in its queue. Four controllers
+# have streams for themselves, the next ones share: that costs overlap, never order.
+STREAMS = 12
 
 Stream = Any  # whatever the runtime says
 
@@ -59,15 +63,15 @@ class Runtime(Protocol):
         ...
 
     def stream(self) -> Stream:
-        """A stream of our own."""
+        """One of `STREAMS` of our own, dealt in turn."""
         ...
 
     def beside(self, stream: Stream) -> Stream:
-        """The stream that shares the work of one of the caller's: always the same one, whoever asks.
+        """The stream that shares the work of one of the caller's: always the same one, whoever asks."""
+        ...
 
-        One for each pool would be too many: a GPU has 8 queues for all streams (CUDA_DEVICE_MAX_CONNECTIONS), and
-        work behind another stream's in one queue waits for it.
-        """
+    def identity(self, stream: Stream) -> Hashable:
+        """What tells a stream from others."""
         ...
 
     def on(self, stream: Stream) -> AbstractContextManager[None]:

@@ -42,7 +42,7 @@ FILES = (
     "verify/tests/test_reported_stacks.py",
 )
 
-# One test after the other to whoever is free. More processes would wait for each other: they share one GPU by turns.
+# Nobody is given many tests ahead. More processes would wait for each other: they share one GPU by turns.
 PARALLEL = ("-n", "auto", "--maxprocesses", "10", "--dist", "load", "--maxschedchunk", "1")
 
 # What the cells of the matrix, and the random workloads, are called among the tests.

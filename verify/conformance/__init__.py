@@ -9,8 +9,11 @@
                     check(rig)
 
 `MyController(stack, hooks, write_fence, load_fence, runtime)` has the methods of `refimpl.controller.Controller` and
-submits its work through the runtime, so that hooks are reached. `rig.py` is the stack that is worked on, `checks/`
-are the checks, `faults.py` are controllers with a fault each, to show that the checks find it.
+submits its work through the runtime, so that hooks are reached. `rig.py` is the stack that is worked on, `checks/` are
+the checks, `faults.py` are controllers with a fault each, to show that the checks find it.
+
+On a GPU set CUDA_DEVICE_MAX_CONNECTIONS=32 before it is used: with fewer queues than streams, work waits for streams
+that are held and have nothing to do with it.
 """
 
 from verify.conformance.checks import CHECKS

@@ -18,7 +18,7 @@ from refimpl.controller import Controller
 from refimpl.hooks import Hooks
 from refimpl.layer_done import SETS
 from refimpl.operations import DESTINATION, Dropped
-from refimpl.runtime import Stuck
+from refimpl.runtime import STREAMS, Stuck
 from refimpl.support import DIRECTIONS
 from refimpl.windows import WHEN, Window
 from verify.conformance import Rig
@@ -459,6 +459,24 @@ def test_a_load_waits_for_a_backup_that_is_held_before_it_is_submitted(rig: Rig)
     rig.start("load")
     rig.finish()
     rig.require_device("a load behind a backup", target, content)
+
+
+@pytest.mark.emulated
+@on_kernels
+def test_four_controllers_of_a_device_hold_each_other_up_in_nothing(rig: Rig) -> None:
+    """A dozen streams are dealt in turn; the fifth controller shares those of the first."""
+    others = [Controller(rig.stack, runtime=rig.runtime) for _ in range(STREAMS // 3 - 1)]
+    with rig.held("backup"):
+        rig.backup(rig.on_device()[0])
+        for other in others:
+            slots, content = rig.on_device("what another one saves")
+            operation = other.write(None, rig.transfers(slots, None))
+            assert operation
+            other.start_writing()
+            rig.run_all()
+            assert [ack.error for ack in other.acknowledge()] == [None]
+            rig.require_host("a backup beside one that is held", rig.slots_of("host", operation), content)
+    rig.finish()
 
 
 @every_way

@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from kernels_cupy.copies import Copies
 from kernels_cupy.staged import Staged
 from refimpl import LAYOUTS, DevicePool, HostPool, PoolSpec, Receipt, Refusal, oracle, presets, slots_of, support
 from refimpl.cudart import cudart
+from refimpl.runtime import STREAMS as OURS
 from refimpl.runtime import Completion
 from verify import fill, reported
 from verify.arena import Arena
@@ -375,17 +377,23 @@ def test_a_staging_buffer_leaves_whoever_had_its_memory_before_in_peace(hold: Ho
 
 @pytest.mark.ordering
 def test_our_streams_are_few_and_nobody_elses() -> None:
-    """Whoever shares a stream with us is held up with us; and so is, by the GPU, who shares a queue."""
+    """Whoever shares a stream with us is held up with us."""
     port = runtimes.runtime("cuda")
-    dealt = [port.stream().cuda_stream for _ in range(2 * cuda_runtime.STREAMS)]
-    ours, again = dealt[: cuda_runtime.STREAMS], dealt[cuda_runtime.STREAMS :]
-    assert len(set(ours)) == cuda_runtime.STREAMS
+    dealt = [port.stream().cuda_stream for _ in range(2 * OURS)]
+    ours, again = dealt[:OURS], dealt[OURS:]
+    assert len(set(ours)) == OURS
     assert again == ours
     torches = {torch.cuda.Stream().cuda_stream for _ in range(64)}
     beside = port.beside(port.stream())
     assert not torches & {*ours, beside.cuda_stream}
     assert beside.cuda_stream not in ours
     assert beside is port.beside(torch.cuda.ExternalStream(ours[0]))
+
+    def of_this_thread() -> torch.cuda.Stream:
+        return port.beside(STREAMS["per-thread default"]())
+
+    with ThreadPoolExecutor(1) as another:
+        assert another.submit(of_this_thread).result() is not of_this_thread()
 
 
 @pytest.mark.ordering

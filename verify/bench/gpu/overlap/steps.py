@@ -53,7 +53,7 @@ class Steps:
     layer        computes
     work         what it computes on
     device_slots of the prefix, neighbours; new tokens follow them
-    stream       of the model. Torch hands out 32 by turns: made together with those of the loads it is surely another
+    stream       of the model, dealt right after the controller's, and so none of them
     """
 
     def __init__(self, layer: Layer, stack: Stack, host_slots: torch.Tensor, device_slots: torch.Tensor) -> None:
