@@ -17,9 +17,10 @@ import torch
 
 from verify.adapters import sglang_pieces
 from verify.adapters.protocol import Buffers, Json
-from verify.adapters.sglang_memory import Bundle, Memory, bundles, on_a_stream, why_never
+from verify.adapters.sglang_memory import Bundle, Memory, addresses, bundles, on_a_stream, why_never
 
 STAGING_PAGES = 64  # of SGLang's pools
+BULK_STAGE = 32 << 10  # bytes of the longest row of bulk copies: TMA_STAGE_BYTES of kernels/ops/kvcache/hicache.py
 
 
 @dataclass(frozen=True)
@@ -36,9 +37,8 @@ class Call:
         return items.to(self.memory.where)
 
     def addresses(self, layers: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
-        """A table for each part; pinned memory has one address for both sides."""
-        tables = [[tensor.data_ptr() for tensor in of_part] for of_part in layers]
-        return [torch.tensor(table, dtype=torch.uint64, device=self.memory.where) for table in tables]
+        """A table for each part."""
+        return [addresses(of_part, self.memory.where) for of_part in layers]
 
     @property
     def mla(self) -> str:

@@ -33,6 +33,11 @@ class Slab:
         return any(bool((edge != MARGIN_BYTE).any()) for edge in (before, after))
 
 
+def addresses(tensors: Iterable[torch.Tensor], where: str | torch.device) -> torch.Tensor:
+    """A table of them on that device; pinned memory has one address for both sides."""
+    return torch.tensor([tensor.data_ptr() for tensor in tensors], dtype=torch.uint64, device=where)
+
+
 def require_undamaged(slabs: Iterable[Slab]) -> None:
     """`MemoryError` where somebody wrote beside a buffer."""
     if any(slab.damaged() for slab in slabs):

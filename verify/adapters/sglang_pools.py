@@ -7,6 +7,7 @@ for kernels, except host indices of a staged write-back. Names are those of SGLa
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -14,9 +15,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from refimpl.teardown import call_all
 from verify.adapters import sglang_pieces
 from verify.adapters.protocol import Buffers, Json
-from verify.adapters.sglang_memory import Bundle, Slab, bundles, on_a_stream, require_undamaged, why_never
+from verify.adapters.sglang_memory import Bundle, Slab, addresses, bundles, on_a_stream, require_undamaged, why_never
 
 LAYOUTS = {"kernel": ("layer_first", "page_first", "page_head"), "direct": ("layer_first", "page_first_direct")}
 
@@ -48,12 +50,12 @@ def mha(geometry: Json, layout: str, parts: list[Bundle], rows: dict[str, list[t
     k, v = (part for bundle in parts for part in bundle.parts)
     heads, widths = k["heads"], [part["lanes"] * part["element_bytes"] for part in (k, v)]
     found = [[row.view(-1, heads, width) for row in rows[part]] for part, width in zip("kv", widths, strict=True)]
-    module, info = sglang_pieces.piece("mha pools"), _infos()
+    module, info, where = sglang_pieces.piece("mha pools"), _infos(), found[0][0].device
     buffers = info.KVBuffers(
         k=tuple(found[0]),
         v=tuple(found[1]),
-        k_data_ptrs=_table(found[0]),
-        v_data_ptrs=_table(found[1]),
+        k_data_ptrs=addresses(found[0], where),
+        v_data_ptrs=addresses(found[1], where),
         layout=info.KVBufferLayout.NHD,
     )
     described = info.MHABufferInfo(
@@ -63,7 +65,7 @@ def mha(geometry: Json, layout: str, parts: list[Bundle], rows: dict[str, list[t
         head_dim=widths[0],
         v_head_dim=widths[1],
         dtype=torch.uint8,
-        device=found[0][0].device,
+        device=where,
     )
     kind = module.MHATokenToKVPoolHost if widths[0] == widths[1] else module.AsymmetricMHATokenToKVPoolHost
     return [kind(described, **_sizes(geometry, layout, len(found[0])))]
@@ -75,7 +77,7 @@ def mla(geometry: Json, layout: str, parts: list[Bundle], rows: dict[str, list[t
     found, width = [row.view(-1, 1, bundle.row) for row in rows[bundle.name]], bundle.row
     described = info.MLABufferInfo(
         buffers=tuple(found),
-        data_ptrs=_table(found),
+        data_ptrs=addresses(found, found[0].device),
         layer_indices=tuple(range(len(found))),
         device_layer_num=len(found),
         page_size=geometry["page_size"],
@@ -90,21 +92,24 @@ def mla(geometry: Json, layout: str, parts: list[Bundle], rows: dict[str, list[t
 
 
 def page_rows(geometry: Json, layout: str, parts: list[Bundle], rows: dict[str, list[torch.Tensor]]) -> list[Any]:
-    """Opaque rows of whole pages: a pool for each component."""
-    pool = sglang_pieces.piece("v4 pools").DeepSeekV4PagedHostPool
-    return [
-        pool(
-            pool_name=bundle.name,
-            device_buffers=rows[bundle.name],
-            item_bytes=bundle.row,
-            num_host_pages=geometry["host_pages"],
-            slot_page_size=geometry["page_size"],
-            layout=layout,
-            pin_memory=torch.cuda.is_available(),
-            page_aligned_only=True,
-        )
-        for bundle in parts
-    ]
+    """Opaque rows of whole pages: a pool for each component, or none that keeps its memory registered."""
+    kind, pools = sglang_pieces.piece("v4 pools").DeepSeekV4PagedHostPool, []
+    with ExitStack() as built:
+        for bundle in parts:
+            pool = kind(
+                pool_name=bundle.name,
+                device_buffers=rows[bundle.name],
+                item_bytes=bundle.row,
+                num_host_pages=geometry["host_pages"],
+                slot_page_size=geometry["page_size"],
+                layout=layout,
+                pin_memory=torch.cuda.is_available(),
+                page_aligned_only=True,
+            )
+            pools.append(pool)
+            built.callback(pool.destroy)
+        built.pop_all()
+    return pools
 
 
 def states(geometry: Json, layout: str, parts: list[Bundle], rows: dict[str, list[torch.Tensor]]) -> list[Any]:
@@ -183,14 +188,16 @@ class Pools:
 
     def _why_not_built(self, geometry: Json, layout: str) -> str | None:
         """One group after the other: the last one is at hand."""
-        if self.built is None or self.built.id != geometry["id"]:
-            if self.built is not None:
-                self.built.close()
-            self.built = None
-            try:
-                self.built = Built(geometry, layout, self.where)
-            except Exception as error:
-                return f"its pool cannot be built: {type(error).__name__}: {error}"
+        last = self.built
+        if last is not None and last.id == geometry["id"]:
+            return None
+        self.built = None
+        try:
+            if last is not None:
+                last.close()
+            self.built = Built(geometry, layout, self.where)
+        except Exception as error:
+            return f"its pool cannot be built: {type(error).__name__}: {error}"
         return None
 
     def transfer(
@@ -276,8 +283,7 @@ class Built:
 
     def close(self) -> None:
         """Before the memory goes: a range that stays registered would spoil the next pool that is given it."""
-        for pool in self.pools:
-            pool.destroy()
+        call_all(pool.destroy for pool in self.pools)
 
     def _host(self) -> list[torch.Tensor]:
         owned = [pool.kv_buffer for pool in self.pools]
@@ -287,10 +293,6 @@ class Built:
 
 def _infos() -> Any:
     return sglang_pieces.piece("device infos")
-
-
-def _table(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    return torch.tensor([t.data_ptr() for t in tensors], dtype=torch.uint64, device=tensors[0].device)
 
 
 def _sizes(geometry: Json, layout: str, layers: int) -> Json:

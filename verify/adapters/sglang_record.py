@@ -26,7 +26,6 @@ from verify.adapters.sglang_functions import PATHS
 from verify.adapters.sglang_pieces import DISTRIBUTIONS
 from verify.adapters.suite import Group
 from verify.arguments import Parser, file
-from verify.bench.gpu.sglang import METHOD
 from verify.bench.provenance import ROOT
 
 SCHEMA = ROOT / "data" / "schemas" / "sglang.schema.json"
@@ -51,7 +50,7 @@ class NoRecord(ValueError):
     """These reports cannot be summed up; the message says why."""
 
 
-def record(reports: Iterable[Json], times: Json, commit: str) -> Json:
+def record(reports: Iterable[Json], commit: str) -> Json:
     """Reports of one machine, one suite and one SGLang, in the order in which they were made."""
     ordered = sorted(reports, key=lambda content: content["environment"]["time"])
     where = [content["environment"] for content in ordered]
@@ -67,7 +66,6 @@ def record(reports: Iterable[Json], times: Json, commit: str) -> Json:
         "vectors": _same("set of vectors", [content["vectors"] for content in ordered]),
         "meaning": MEANING,
         "paths": [path(content) for content in ordered],
-        "times": {"command": None, "method": METHOD} | times,
     }
 
 
@@ -81,6 +79,19 @@ def _same(what: str, found: Sequence[T]) -> T:
 def _installed(versions: Json) -> Json:
     """Packages, without the pieces of them that an adapter looked for."""
     return {name: version for name, version in versions.items() if name in ("torch", *DISTRIBUTIONS)}
+
+
+def checked(found: Json) -> Json:
+    """The record itself, if it follows its schema."""
+    import jsonschema
+
+    try:
+        jsonschema.validate(found, json.loads(SCHEMA.read_text("utf-8")))
+    except jsonschema.ValidationError as error:
+        raise NoRecord(
+            f"the record would not follow {SCHEMA.name}: {error.json_path}: {error.message[:160]}"
+        ) from error
+    return found
 
 
 # ---- one path
@@ -202,12 +213,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Exit code 2 where the reports do not belong together, or not to the commit."""
     parser = Parser(prog="python -m verify.adapters.sglang_record", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("reports", nargs="+", type=file, metavar="REPORT", help="report.json of an adapter of SGLang")
-    parser.add_argument("--times", type=file, required=True, help="as verify.bench.gpu.sglang writes it")
     parser.add_argument("--commit", required=True, metavar="SHA", help="whose clean copy made the reports")
     parser.add_argument("--out", type=Path, required=True, help="data/results/<device>/sglang.json, say")
     options = parser.parse_args(argv)
     try:
-        found = record(map(read, options.reports), _json(options.times), options.commit)
+        found = checked(record(map(read, options.reports), options.commit))
         if sources(options.commit) != found["sources"]:
             raise NoRecord(f"commit {options.commit} has other sources than the suite that made the reports")
     except NoRecord as error:

@@ -27,8 +27,9 @@ INTRODUCTION = """\
 # Findings
 
 What this suite and its measurements showed in the tests, kernels and dispatch of other projects. Each is worked out
-anew by the command under it; nothing is here that was not. They are meant as reports to these projects, whose sources
-and threads this one is built on. Generated: `python -m verify findings --write`.
+anew by the command under it, from the upstream test that it is about or from the committed record of a GPU; then the
+command that measures stands there too. They are meant as reports to these projects, whose sources and threads this one
+is built on. Generated: `python -m verify findings --write`.
 """
 
 
@@ -42,7 +43,8 @@ def as_markdown(name: str, finding: Finding) -> str:
         f"- Cell: {finding.cell}",
         *(f"- {line}" for line in finding.evidence),
         f"- {finding.consequence}",
-        f"- Reproduce: `python -m verify findings {name}`",
+        *([f"- Measure, on a GPU with SGLang: {finding.measure}"] if finding.measure else []),
+        f"- {'Work out' if finding.measure else 'Reproduce'}: `python -m verify findings {name}`",
     ]
     return "\n".join(lines) + "\n"
 
@@ -54,9 +56,11 @@ def as_file(found: Mapping[str, Finding]) -> str:
 def main(argv: Sequence[str]) -> int:
     """Work out findings again. Exit code: 0, 1 where a claim does not hold."""
     parser = Parser(prog="python -m verify findings", description=main.__doc__)
-    parser.add_argument("name", nargs="*", choices=[*FINDINGS, []], metavar="NAME", help=", ".join(FINDINGS))
+    parser.add_argument("name", nargs="*", metavar="NAME", help=", ".join(FINDINGS))
     parser.add_argument("--write", action="store_true", help="write FINDINGS.md anew")
     args = parser.parse_args(argv)
+    if unknown := [name for name in args.name if name not in FINDINGS]:
+        parser.error(f"there is no finding {unknown[0]!r}; there are {', '.join(FINDINGS)}")
     if args.write and args.name:
         parser.error("the file has all of them: --write without names")
     found = {name: FINDINGS[name]() for name in args.name or FINDINGS}

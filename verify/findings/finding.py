@@ -8,7 +8,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Finding:
-    """`source` is the upstream file and its commit; `evidence` what was computed, a sentence each."""
+    """
+    source    the upstream file and its commit, or the record of a GPU
+    evidence  what was computed, a sentence each
+    measure   by which commands such a record is made, where there is one
+    """
 
     title: str
     engine: str
@@ -18,3 +22,4 @@ class Finding:
     evidence: Sequence[str]
     confirmed: bool
     consequence: str
+    measure: str = ""

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from verify.audit.rules import STAGED_BATCH
 from verify.bench.gpu import cases, results
 from verify.bench.report import size
 from verify.findings.finding import Finding
-from verify.findings.sglang_transfers import recorded
 
 Figures = Sequence[Mapping[str, str | float | bool]]
 SLOW, FAST = 0.7, 0.85  # fractions of a plain copy
-TWICE = 2
-SOURCE = (
-    "SGLang 0.5.23, one H200; figures in data/results/sglang-0.5.23-h200.json, measured again in "
-    "data/results/h200/sglang.json"
-)
+SOURCE = "SGLang 0.5.23, one H200; figures in data/results/sglang-0.5.23-h200.json: {payload_bytes}, {method}"
+MEASURE = "`python -m verify.bench.gpu.sglang --out FILE.json`"
 
 
 def measured() -> Figures:
@@ -30,13 +26,8 @@ def rate(figures: Figures, case: str, direction: str, layout: str, path: str) ->
     return float(found["fraction"])
 
 
-def again() -> dict[str, float]:
-    """Rates of the functions by themselves, beside the run that moved the vectors."""
-    return {row["name"]: row["gb_per_s"] for row in recorded()["times"]["rows"]}
-
-
-def staged_at_page_one(figures: Figures | None = None, rates: Mapping[str, float] | None = None) -> Finding:
-    figures, rates = measured() if figures is None else figures, again() if rates is None else rates
+def staged_at_page_one(figures: Figures | None = None) -> Finding:
+    figures = measured() if figures is None else figures
     lines, gains, pages = [], [], []
     for case in (
         case for case in cases.SGLANG_CASES if case.spec.family in ("mha", "mla") and case.spec.page_size == 1
@@ -47,31 +38,23 @@ def staged_at_page_one(figures: Figures | None = None, rates: Mapping[str, float
         gains.append(ops / staged if chosen == ["staged"] else 0.0)
         pages.append(size(case.spec.component_page_bytes(case.spec.components[0])))
         lines.append(f"{case.name}: staged, which is taken, {staged:.3f} of a plain copy; the operator {ops:.3f}.")
-    repeated = [tuple(rates[f"{model} page 1 {path}"] for path in ("staged", "operator")) for model in ("MHA", "MLA")]
-    plain = rates["memcpy d2h"]
-    measured_again = (
-        f"{staged / plain:.3f} and {ops / plain:.3f}, {ops / staged:.1f} times as fast" for staged, ops in repeated
-    )
     return Finding(
         title="Pages of one token are written back by the slower path",
         engine="SGLang",
-        source=SOURCE,
+        source=SOURCE.format(**results.sglang()),
         cell="MHA and MLA, page_first, backup, page size 1",
         claim="The staged path is taken although an operator that SGLang also has is up to three times as fast.",
-        evidence=(
-            *lines,
-            f"The operator is {' and '.join(f'{gain:.1f}' for gain in gains)} times as fast.",
-            f"Measured again, MHA and MLA: {'; '.join(measured_again)}.",
-        ),
-        confirmed=max(gains) > 2.9 and min(gains) > 1 and all(ops > TWICE * staged for staged, ops in repeated),
+        evidence=(*lines, f"The operator is {' and '.join(f'{gain:.1f}' for gain in gains)} times as fast."),
+        confirmed=max(gains) > 2.9 and min(gains) > 1,
         consequence=f"Below {size(STAGED_BATCH)} a page, staging submits a copy for each; K of a page is {pages[0]} "
         f"here, the latent {pages[1]}. A threshold on the bytes of a page would send these to "
         "transfer_kv_all_layer_lf_pf and its _mla form.",
+        measure=MEASURE,
     )
 
 
-def loads_of_page_rows(figures: Figures | None = None, rates: Mapping[str, float] | None = None) -> Finding:
-    figures, rates = measured() if figures is None else figures, again() if rates is None else rates
+def loads_of_page_rows(figures: Figures | None = None) -> Finding:
+    figures = measured() if figures is None else figures
     lines, taken, others = [], [], []
     for case in "V4-like rows of 37,376 B", "V4-like rows of 8,448 B", "DSA index rows of 8,448 B":
         for layout in "layer_first", "page_first":
@@ -82,35 +65,16 @@ def loads_of_page_rows(figures: Figures | None = None, rates: Mapping[str, float
             others += map(float, bulk)
             beside = f"; its bulk-copy kernel, not taken, {float(bulk[0]):.2f}" if bulk else ""
             lines.append(f"{case}, {layout}: the operator, which is taken, {float(ops):.2f}{beside}.")
-    repeated = [*loads_again(rates)]
     return Finding(
         title="Page rows of DeepSeek V4 and of the DSA indexer leave a third of the bus unused when loaded",
         engine="SGLang",
-        source=SOURCE,
+        source=SOURCE.format(**results.sglang()),
         cell="V4 pages and DSA indexer, layer_first and page_first, load with backend kernel",
         claim=f"These loads run at less than {SLOW} of a plain copy, and where rows fit another kernel that SGLang "
         f"has, that one runs at more than {FAST}.",
-        evidence=(
-            *lines,
-            f"Taken: {min(taken):.2f} to {max(taken):.2f}. Not taken: {min(others):.2f} and more.",
-            f"Measured again: {'; '.join(_repeated(*row) for row in repeated)}. V4's own rows, padded, have 37,440 B.",
-        ),
-        confirmed=max(*taken, *(ops for _, ops, _ in repeated)) < SLOW
-        and min(*others, *(bulk for _, _, bulk in repeated if bulk is not None)) > FAST,
+        evidence=(*lines, f"Taken: {min(taken):.2f} to {max(taken):.2f}. Not taken: {min(others):.2f} and more."),
+        confirmed=max(taken) < SLOW and min(others) > FAST,
         consequence="These pools leave the kernels that are compiled when needed aside (can_use_jit is False), though "
-        "rows of 8,448 bytes fit them; rows of 37,376 and 37,440 bytes exceed their stage of 32 KiB.",
+        "rows of 8,448 bytes fit them; rows of 37,376 bytes exceed their stage of 32 KiB.",
+        measure=MEASURE,
     )
-
-
-def loads_again(rates: Mapping[str, float]) -> Iterator[tuple[str, float, float | None]]:
-    """Rows and layout, fraction of the operator, and of bulk copies where these take such rows."""
-    for row in 8448, 37440:
-        for layout in "layer_first", "page_first":
-            ops, bulk = (rates.get(f"rows {row} {layout} {path}") for path in ("operator", "bulk"))
-            assert ops is not None, f"there is no figure of rows of {row} bytes in {layout}"
-            plain = rates["memcpy h2d"]
-            yield f"rows of {row:,} B, {layout}", ops / plain, bulk and bulk / plain
-
-
-def _repeated(case: str, ops: float, bulk: float | None) -> str:
-    return f"{case} {ops:.2f}" + (f", by bulk copies {bulk:.2f}" if bulk is not None else "")

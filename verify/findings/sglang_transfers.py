@@ -8,16 +8,18 @@ from collections.abc import Iterator
 
 from verify.adapters import suite
 from verify.adapters.protocol import Json
-from verify.adapters.sglang_functions import PATHS
-from verify.adapters.sglang_memory import bundles, why_never
-from verify.adapters.suite import Group
+from verify.adapters.sglang_functions import BULK_STAGE, PATHS
+from verify.adapters.sglang_memory import bundles
 from verify.bench.provenance import ROOT
 from verify.bench.report import size
 from verify.findings.finding import Finding
 
 FILE = ROOT / "data" / "results" / "h200" / "sglang.json"
 SOURCE = "SGLang 0.5.23, one H200; every case in data/results/h200/sglang.json"
-STAGE = 32 << 10  # TMA_STAGE_BYTES of kernels/ops/kvcache/hicache.py
+MEASURE = (
+    "`python -m verify adapter sglang-bulk --out FOLDER` and so on, summed up by "
+    "`python -m verify.adapters.sglang_record`"
+)
 RAISED = "row bytes exceed the smem stage"
 NEVER_REFUSED = ("out of range", "misaligned", "not consecutive", "written twice")
 
@@ -30,8 +32,10 @@ KINDS = {
     "side states": "entries and side states",
     "none of SGLang's pools": "other pools",
     "it moves states": "other pools",
-    "no path has": "whatever no path has",
+    "no path has": "of no path",
     "cannot be built": "pools not built",
+    "alike": "other pools",
+    "does not build": "row size",
 }
 
 
@@ -47,25 +51,28 @@ def moves_exactly(record: Json | None = None) -> Finding:
     paths = record["paths"]
     wrong = [path["name"] for path in paths if {"wrong", "beside", "nothing"} & path["moved"].keys()]
     raised = sum(path["moved"].get(what, 0) for path in paths for what in ("refused", "late"))
-    late, unbuilt = (sum(numbers) for numbers in zip(*map(_late_and_unbuilt, paths), strict=True))
+    late = sum(path["moved"].get("late", 0) for path in paths)
+    unbuilt = sum(map(_unbuilt, paths), Counter[str]())
+    errors = ", ".join(f"{error} {cases}" for error, cases in unbuilt.most_common())
     return Finding(
         title="What a transfer function takes, it moves to the last byte",
         engine="SGLang",
         source=SOURCE,
-        cell=f"every function and pool, all layouts, both directions; {record['vectors']['cases']:,} cases",
+        cell=f"every function and pool, all layouts, both directions; {sum(paths[0]['moved'].values()):,} cases to be "
+        "moved",
         claim="Of the cases to be moved none is done with a wrong byte; what is not done raises, for rows above the "
         "stage of bulk copies.",
         evidence=(
             *map(_moved, paths),
-            f"Of those that raise, {late} had moved a component before, by a call of its own.",
-            f"{unbuilt} cases stay open, since the adapter could not have their pools built in its process; most often "
-            "memory was still registered (CUDA error 712).",
+            f"Of those that raise, {late} had moved a part of the pool by then: each part is a call of its own.",
+            f"{unbuilt.total()} cases stay open, since their pools raised when the adapter built them: {errors}.",
         ),
         confirmed=not wrong
         and raised == sum(len(ids) for path in paths for ids in _raised(path).values())
         and all(path["moved"].get("moved") for path in paths),
         consequence="What is not asked for is no fault: a layout, a direction or a row size that the path does not "
         "have, or a pool that SGLang puts together in another way. sglang takes the first path that has the cell.",
+        measure=MEASURE,
     )
 
 
@@ -85,12 +92,25 @@ def _moved(path: Json) -> str:
 def _kinds(path: Json) -> Counter[str]:
     found = Counter[str]()
     for reason, cases in path["not_offered"].items():
-        found[next((kind for words, kind in KINDS.items() if words in reason), "others")] += cases
+        found[_kind(reason)] += cases
     return found
 
 
-def _late_and_unbuilt(path: Json) -> tuple[int, int]:
-    return path["moved"].get("late", 0), _kinds(path)["pools not built"]
+def _kind(reason: str) -> str:
+    return next((kind for words, kind in KINDS.items() if words in reason), "others")
+
+
+def _unbuilt(path: Json) -> Counter[str]:
+    """Cases whose pools were not built, by the error.
+
+    >>> _unbuilt({"not_offered": {"its pool cannot be built: TypeError: no": 3, "it has no load": 9}})
+    Counter({'TypeError': 3})
+    """
+    found = Counter[str]()
+    for reason, cases in path["not_offered"].items():
+        if _kind(reason) == "pools not built":
+            found[reason.split(": ")[1]] += cases
+    return found
 
 
 def _raised(path: Json) -> dict[str, list[str]]:
@@ -108,12 +128,14 @@ def _raised(path: Json) -> dict[str, list[str]]:
 
 def wide_rows(record: Json | None = None) -> Finding:
     record = recorded() if record is None else record
-    raised = {path["name"]: _raised(path) for path in record["paths"]}
-    of_bulk = {case for ids in raised["sglang-bulk"].values() for case in ids}
-    due = {case: row for group in suite.groups() for case, row in _wide(group)}
+    paths = {path["name"]: path for path in record["paths"]}
+    of_bulk = {case for ids in _raised(paths["sglang-bulk"]).values() for case in ids}
+    due = {case: row for case, row in _taken("bulk") if row > BULK_STAGE}
     rows = " and ".join(f"{row:,}" for row in sorted({*due.values()}))
-    pools = raised["sglang-pools"]
+    pools = _raised(paths["sglang-pools"])
     of_pools = [case for ids in pools.values() for case in ids]
+    staged, moved = {case for case, _ in _taken("staged")}, paths["sglang-staged"]["moved"]["moved"]
+    undone = {case for fate in paths["sglang-pools"]["not_passed"] for case in fate["cases"]}
     heads, width, element = 96, 192, 2
     return Finding(
         title="Rows above 32 KiB are approved, and then raise",
@@ -122,34 +144,41 @@ def wide_rows(record: Json | None = None) -> Finding:
         "data/results/h200/sglang.json",
         cell="kernels that are compiled when needed, from compute capability 9 on; layer_first and page_first",
         claim="The predicate accepts every row of a multiple of 16 bytes; above the stage of "
-        f"{size(STAGE)} each launch raises.",
+        f"{size(BULK_STAGE)} each launch raises.",
         evidence=(
             f"sglang-bulk: {len(of_bulk & due.keys())} of {len(due)} cases with such rows ({rows} B) raise: {RAISED}.",
             f"sglang-pools: so do {len(of_pools)} cases of {len({case.split('/')[0] for case in of_pools})} pools: "
             f"{', '.join(pools)}.",
-            "A backup in page_first is staged and passes; what it stored cannot be loaded.",
+            f"Backups in page_first are staged: sglang-staged moves {moved} of {len(staged)} that it takes, "
+            f"{len(staged & due.keys())} of them with such rows, and none of these fails in sglang-pools; for "
+            f"{len(pools.get('load in page_first', ()))} pools what they stored cannot be loaded.",
             "A row above the stage counts as a chunk of one row, which pages of any size tile.",
         ),
-        confirmed=of_bulk == due.keys() and {"load in layer_first", "load in page_first"} <= pools.keys(),
+        confirmed=of_bulk == due.keys()
+        and {"load in layer_first", "load in page_first"} <= pools.keys()
+        and moved == len(staged)
+        and bool(staged & due.keys())
+        and not staged & undone & due.keys(),
         consequence="pool_host/mha.py and mla.py ask can_use_hicache_jit_kernel when they are built and go by its "
         f"answer from then on: {heads} heads of {width} in {element} bytes are rows of {heads * width * element:,} B. "
         "Comparing with TMA_STAGE_BYTES in the predicate would leave them to the register kernel where that builds, "
-        "else to the operators.",
+        "else to the operators. We know of no model with such rows, and the failure is loud.",
+        measure=MEASURE,
     )
 
 
-def _wide(group: Group) -> Iterator[tuple[str, int]]:
-    """Cases to be moved that bulk copies take but for the length of a row, and that row."""
-    geometry, layout, path = group.geometry, group.geometry["layout"], PATHS["bulk"]
-    parts = [*bundles(geometry, layout)]
-    longest = max(bundle.row for bundle in parts)
-    if longest <= STAGE or any(part["side"] for part in geometry["components"]) or any(map(path.limit, parts)):
-        return
-    for test in group.tests:
-        direction = test["direction"]
-        offered = not why_never(geometry, layout, direction) and layout in path.moves[direction][1]
-        if offered and test["result"] == "ok":
-            yield test["id"], longest
+def _taken(name: str) -> Iterator[tuple[str, int]]:
+    """Cases to be moved of which a path has the layout, the direction and the rows, and the longest row of each."""
+    path = PATHS[name]
+    for group in suite.groups():
+        geometry, layout = group.geometry, group.geometry["layout"]
+        parts = [*bundles(geometry, layout)]
+        if any(part["side"] for part in geometry["components"]) or any(map(path.limit, parts)):
+            continue
+        for test in group.tests:
+            direction = test["direction"]
+            if test["result"] == "ok" and direction in path.moves and layout in path.moves[direction][1]:
+                yield test["id"], max(bundle.row for bundle in parts)
 
 
 # ---- lists that must be refused
@@ -159,9 +188,10 @@ def lists_trusted(record: Json | None = None) -> Finding:
     record = recorded() if record is None else record
     told = {path["name"]: _told(path) for path in record["paths"]}
     asked = {name: by for name, by in told.items() if any(by[reason] for reason in NEVER_REFUSED)}
-    refused = sum(by[reason]["refused"] for by in asked.values() for reason in NEVER_REFUSED)
+    handed = [_handed_over(by[reason], reason) for by in asked.values() for reason in NEVER_REFUSED]
     moving = [sum(_rows_moved(by[reason]) for by in asked.values()) for reason in NEVER_REFUSED]
-    spared = (name for name, by in asked.items() if {*by["out of range"]} == {"nothing"})
+    spared = " or ".join(name for name, by in asked.items() if not _handed_over(by["out of range"], "out of range"))
+    late = sum(counts["late"] for counts in handed)
     of_pages = {name: by["partial page"] for name, by in asked.items()}
     parts = (f"{name} moves {counts['moved']}, refuses {counts['refused']}" for name, counts in of_pages.items())
     rest = (name for name in told if name not in asked)
@@ -169,20 +199,23 @@ def lists_trusted(record: Json | None = None) -> Finding:
         title="Index lists are trusted",
         engine="SGLang",
         source=SOURCE,
-        cell="every function and pool; lists that no transfer of whole pages can have",
-        claim="Lists of unequal lengths are always refused; indices out of range, misaligned pages, pages with gaps "
-        "and destinations named twice never are: rows move.",
+        cell=f"{', '.join(asked)}; lists that no transfer of whole pages can have, none out of range to {spared}",
+        claim="Of what was handed over, lists of unequal lengths are always refused; indices out of range, misaligned "
+        "pages, pages with gaps and destinations named twice never are: rows move before any error.",
         evidence=(
             *(_trusted(name, by) for name, by in asked.items()),
-            f"No index out of range is handed over to {' or '.join(spared)}.",
+            f"{late} raise, all of them after rows had moved.",
             f"Parts of a page: {'; '.join(parts)}. Refused are those of the copy engine, and of page rows, whose lists "
             "become page numbers before the call.",
             f"Where {', '.join(rest)} have a transfer, the vectors have next to no such lists.",
         ),
-        confirmed=all(moving) and not refused and all({*by["unequal lengths"]} == {"refused"} for by in asked.values()),
+        confirmed=all(moving)
+        and all(_rows_moved(counts) == counts.total() for counts in handed)
+        and all({*by["unequal lengths"]} == {"refused"} for by in asked.values()),
         consequence="By design: the controller hands over whole pages of its own allocator, and to a kernel a page is "
         "nothing but rows; the copy engine reads the first index of each page. Whoever else calls these functions "
         "checks range, alignment, runs and destinations first, or loses bytes without an error.",
+        measure=MEASURE,
     )
 
 
@@ -192,6 +225,11 @@ def _told(path: Json) -> dict[str, Counter[str]]:
     for counts in asked.values():
         del counts["not offered"]
     return asked
+
+
+def _handed_over(counts: Counter[str], reason: str) -> Counter[str]:
+    """The adapters keep back none but indices out of range."""
+    return Counter({what: cases for what, cases in counts.items() if (reason, what) != ("out of range", "nothing")})
 
 
 def _rows_moved(counts: Counter[str]) -> int:

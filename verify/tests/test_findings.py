@@ -69,24 +69,6 @@ def with_slow_bulk_copies() -> Finding:
     return sglang_dispatch.loads_of_page_rows(figures(TMA=0.6))
 
 
-def rates(**changed: float) -> dict[str, float]:
-    """As measured again, but for functions whose names end so."""
-    again = sglang_dispatch.again()
-    return {name: changed.get(name.split()[-1], rate) for name, rate in again.items()}
-
-
-def with_a_fast_staged_path_when_measured_again() -> Finding:
-    return sglang_dispatch.staged_at_page_one(rates=rates(staged=45.0))
-
-
-def with_fast_operators_when_measured_again() -> Finding:
-    return sglang_dispatch.loads_of_page_rows(rates=rates(operator=50.0))
-
-
-def with_slow_bulk_copies_when_measured_again() -> Finding:
-    return sglang_dispatch.loads_of_page_rows(rates=rates(bulk=30.0))
-
-
 def record(name: str, change: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
     """SGLang's, but for one path."""
     content = deepcopy(sglang_transfers.recorded())
@@ -114,6 +96,15 @@ def with_pools_that_take_another_kernel() -> Finding:
     return sglang_transfers.wide_rows(record("sglang-pools", lambda path: path["not_passed"].clear()))
 
 
+def with_a_staged_backup_that_raises() -> Finding:
+    return sglang_transfers.wide_rows(record("sglang-staged", lambda path: path["moved"].update(moved=98, refused=1)))
+
+
+def with_a_backup_of_pools_that_fails() -> Finding:
+    case = "mha-row-66080/page_first/backup/wide-rows"
+    return sglang_transfers.wide_rows(record("sglang-pools", lambda path: path["not_passed"][0]["cases"].append(case)))
+
+
 def with_gaps_refused() -> Finding:
     changed = {"not consecutive": {"refused": 16}}
     return sglang_transfers.lists_trusted(record("sglang-ops", lambda path: path["refused"].update(changed)))
@@ -124,6 +115,11 @@ def with_gaps_ignored() -> Finding:
     for path in content["paths"]:
         path["refused"]["not consecutive"] = {"nothing": 1}
     return sglang_transfers.lists_trusted(content)
+
+
+def with_gaps_that_move_nothing_in_one_function() -> Finding:
+    changed = {"not consecutive": {"moved": 15, "nothing": 1}}
+    return sglang_transfers.lists_trusted(record("sglang-ops", lambda path: path["refused"].update(changed)))
 
 
 def with_unequal_lists_moved() -> Finding:
@@ -143,16 +139,16 @@ def with_unequal_lists_moved() -> Finding:
         with_another_path_chosen,
         with_fast_operators,
         with_slow_bulk_copies,
-        with_a_fast_staged_path_when_measured_again,
-        with_fast_operators_when_measured_again,
-        with_slow_bulk_copies_when_measured_again,
         with_a_wrong_byte,
         with_a_refusal_for_another_reason,
         with_a_path_that_moves_nothing,
         with_a_wide_row_that_moves,
         with_pools_that_take_another_kernel,
+        with_a_staged_backup_that_raises,
+        with_a_backup_of_pools_that_fails,
         with_gaps_refused,
         with_gaps_ignored,
+        with_gaps_that_move_nothing_in_one_function,
         with_unequal_lists_moved,
     ],
     ids=lambda case: case.__name__,

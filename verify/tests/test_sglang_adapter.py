@@ -13,7 +13,7 @@ from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -278,8 +278,7 @@ def test_every_path_moves_the_right_bytes_wherever_it_offers_to(path: str, stand
 
 
 @pytest.mark.parametrize("file", sorted(sglang_pieces.EXPECTED.iterdir()), ids=lambda file: file.stem)
-def test_what_is_expected_to_fail_are_lists_that_must_be_refused(file: Path) -> None:
-    """Never a wrong byte of a transfer that the suite asks for."""
+def test_what_is_expected_to_fail_are_lists_that_must_be_refused_or_wide_rows(file: Path) -> None:
     lines = protocol.expected_failures(file)
     hit = {line.pattern: [t for g in GROUPS.values() for t in g.tests if line.matches(t["id"])] for line in lines}
     for pattern, tests in hit.items():
@@ -383,7 +382,7 @@ class Pool:
             layers[layer][device] = self.host_rows(part, layer)[host // self.page, host % self.page]
 
     def destroy(self) -> None:
-        pass
+        """Nothing of a CPU's memory is registered."""
 
 
 POOLS = ("MHATokenToKVPoolHost", "AsymmetricMHATokenToKVPoolHost", "MLATokenToKVPoolHost")
@@ -402,6 +401,61 @@ def test_pools_are_built_over_the_buffers_and_move_what_they_are_told(
     moved, failures = wrong(Pools(backend, where="cpu"), of_pools)
     assert not failures, "\n".join(failures[:5])
     assert moved > 100
+
+
+class Registered(Pool):
+    """A pool that holds its memory until it is destroyed, under its name."""
+
+    held: ClassVar[list[str]] = []
+    refused: ClassVar[dict[str, str]] = {}  # method by the name of the pool that raises there
+
+    def __init__(self, **asked: Any) -> None:
+        super().__init__(**asked)
+        self.name = asked["pool_name"]
+        self.fails_at("built")
+        self.held.append(self.name)
+
+    def destroy(self) -> None:
+        self.held.remove(self.name)
+        self.fails_at("destroyed")
+
+    def fails_at(self, step: str) -> None:
+        if self.refused.get(self.name) == step:
+            raise RuntimeError(f"{self.name} cannot be {step}")
+
+
+@pytest.fixture
+def registered(monkeypatch: pytest.MonkeyPatch) -> type[Registered]:
+    monkeypatch.setattr(sglang_pieces, "piece", lambda _: SimpleNamespace(DeepSeekV4PagedHostPool=Registered))
+    monkeypatch.setattr(Registered, "held", [])
+    monkeypatch.setattr(Registered, "refused", {})
+    return Registered
+
+
+def why_not_built(adapter: Pools, name: str) -> str | None:
+    layout = "page_first_direct"
+    return adapter.capabilities(GROUPS[f"{name}/{layout}"].geometry, layout, "backup")
+
+
+TWO_POOLS, ONE_POOL = "v4_paged-fp4-indexer", "v4_paged-tiny"
+
+
+def test_a_pool_is_destroyed_if_the_one_beside_it_cannot_be_built(registered: type[Registered]) -> None:
+    registered.refused["scale"] = "built"
+    said = why_not_built(Pools("direct", where="cpu"), TWO_POOLS)
+    assert said == "its pool cannot be built: RuntimeError: scale cannot be built"
+    assert not registered.held
+
+
+def test_pools_that_cannot_be_destroyed_are_a_reason_once_and_keep_no_other(registered: type[Registered]) -> None:
+    adapter = Pools("direct", where="cpu")
+    assert why_not_built(adapter, TWO_POOLS) is None
+    assert registered.held == ["payload", "scale"]
+    registered.refused["payload"] = "destroyed"
+    said = why_not_built(adapter, ONE_POOL)
+    assert said == "its pool cannot be built: RuntimeError: payload cannot be destroyed"
+    assert not registered.held
+    assert why_not_built(adapter, ONE_POOL) is None
 
 
 @pytest.mark.skipif(bool(sglang_pieces.why_absent("mha pools")), reason="SGLang is not installed")

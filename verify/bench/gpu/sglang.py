@@ -19,13 +19,13 @@ from typing import Any
 import torch
 
 from verify.adapters import sglang_pieces
+from verify.adapters.sglang_functions import BULK_STAGE, STAGING_PAGES
+from verify.adapters.sglang_memory import addresses
 from verify.arguments import Parser
 from verify.bench.provenance import command_line
 
 PAYLOAD = 256 << 20
 SAMPLES = 10
-STAGING_PAGES = 64  # of SGLang's pools
-BULK_STAGE = 32 << 10  # the longest row of bulk copies
 PIECES = ("ops", "hicache")
 METHOD = (
     "CUDA events around one transfer of all layers; what a function of SGLang moves first is compared; random rows, "
@@ -44,7 +44,7 @@ class Work:
 
 
 def works(where: str = "cuda", payload: int = PAYLOAD) -> Iterator[Work]:
-    """One after another: the memory of a case goes before that of the next one is taken."""
+    """One after another, so that their memory is not taken all at once."""
     generator = torch.Generator().manual_seed(0)
     yield from plain_copies(where, payload)
     for model, layers, row, parts in ("MHA", 32, 2048, 2), ("MLA", 61, 1152, 1):
@@ -76,7 +76,7 @@ def write_backs(
     device = [[_device(where, 2 * count, row).random_(0, 256) for _ in range(layers)] for _ in range(parts)]
     host = [_host(where, 2 * count, layers, row) for _ in range(parts)]
     staging = [_device(where, STAGING_PAGES, layers, row) for _ in range(parts)]
-    tables = [_addresses(rows) for rows in device]
+    tables = [addresses(rows, where) for rows in device]
     sources, targets = _places(count, generator), _places(count, generator)
     on_gpu = {"src_indices": sources.to(where), "dst_indices": targets.to(where)}
 
@@ -166,11 +166,6 @@ def _device(where: str, *shape: int) -> torch.Tensor:
 
 def _places(count: int, generator: torch.Generator) -> torch.Tensor:
     return torch.randperm(2 * count, generator=generator)[:count]
-
-
-def _addresses(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    table = [tensor.data_ptr() for tensor in tensors]
-    return torch.tensor(table, dtype=torch.uint64, device=tensors[0].device)
 
 
 def _named(pattern: str, values: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
