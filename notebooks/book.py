@@ -15,17 +15,12 @@ import matplotlib.pyplot as plt  # noqa: E402
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 from IPython.display import Markdown, display  # noqa: E402
-
-# What is imported as itself, here and below, is for the other modules.
-from matplotlib.axes import Axes as Axes  # noqa: E402
 from matplotlib.figure import Figure  # noqa: E402
 from matplotlib.lines import Line2D  # noqa: E402
-from matplotlib.patches import Rectangle as Rectangle  # noqa: E402
 
 from refimpl import LAYOUTS, DevicePool, HostPool, PoolSpec, plan, support  # noqa: E402
 from refimpl.device_pool import row_shape  # noqa: E402
 from refimpl.plan import Plan  # noqa: E402
-from refimpl.support import DIRECTIONS as DIRECTIONS  # noqa: E402
 
 plt.style.use(HERE / "kv.mplstyle")
 

@@ -8,8 +8,10 @@ from itertools import combinations
 
 import book
 import matplotlib.pyplot as plt
-from book import Axes, Figure, Line2D, Rectangle
-from matplotlib.patches import Patch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch, Rectangle
 
 from refimpl import LAYOUTS, presets
 from verify.bench import noise

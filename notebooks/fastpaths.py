@@ -9,13 +9,15 @@ from dataclasses import dataclass
 
 import book
 import matplotlib.pyplot as plt
-from book import Figure, Line2D, Rectangle
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Rectangle
 
 from kernels_cupy import auto, sm_copy
+from refimpl.support import DIRECTIONS
 from verify.bench.gpu import targets
 from verify.bench.gpu.recommend import Content
 
-DIRECTIONS = book.DIRECTIONS
 MANY = 1000  # with so many descriptors, what a call costs besides does not show
 
 

@@ -8,7 +8,10 @@ from dataclasses import dataclass
 
 import book
 import matplotlib.pyplot as plt
-from book import Axes, Figure, Line2D, Rectangle
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Rectangle
 
 from verify.bench.gpu.overlap.report import Content, Served, Way
 

@@ -8,8 +8,10 @@ import book
 import matplotlib.pyplot as plt
 import numpy as np
 import torch
-from book import LAYER_COLOURS, OTHER, Axes, Figure, Rectangle
-from matplotlib.patches import ConnectionPatch
+from book import LAYER_COLOURS, OTHER
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import ConnectionPatch, Rectangle
 
 from refimpl import DevicePool, HostPool, PoolSpec, oracle, presets, slots_of
 from verify import fill

@@ -6,15 +6,19 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import matplotlib.pyplot as plt
 import torch
-from book import DIRECTIONS, HEADINGS, WAYS, Axes, Figure, Rectangle, as_count, plan_of
+from book import HEADINGS, WAYS, as_count, plan_of
+from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm, Normalize
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
 
 from kernels_cupy import auto
 from kernels_cupy.jobs import runs_and_bytes
 from kernels_cupy.pieces import pieces
 from refimpl import PoolSpec, support
+from refimpl.support import DIRECTIONS
 from verify.audit import costs
-from verify.bench.gpu import nearest, recommend
+from verify.bench.gpu import recommend
 
 Fields = list[list[tuple[float, str] | None]]  # down and across: what shades a field, and what is written into it
 
@@ -203,12 +207,6 @@ def engines(audit: Sequence[costs.Row]) -> tuple[list[list[str]], list[str]]:
 
 
 # ---- a model that nobody measured
-
-
-def nearest_to(bench: recommend.Content, whose: str, specs: Iterable[PoolSpec], layouts: Sequence[str]) -> str:
-    """A sentence: the measured model that is nearest to these pools, and why."""
-    found = nearest.nearest(bench, specs, layouts)
-    return f"{whose}: {found}." if found else f"{whose}: no measured model has a pair that its pools can have."
 
 
 def predicted(spec: PoolSpec, layout: str, nbytes: int) -> dict[str, dict[str, float]]:

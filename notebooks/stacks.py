@@ -7,8 +7,11 @@ from typing import Any
 
 import book
 import matplotlib.pyplot as plt
-from book import Axes, Figure, PoolSpec, Rectangle
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
 
+from refimpl import PoolSpec
 from refimpl.controller import Controller
 from refimpl.emulated import HostQueue, QueuedEvent
 from refimpl.layer_done import SETS

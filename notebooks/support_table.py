@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from book import DIRECTIONS, table
+from book import table
 
 from refimpl import LAYOUTS, PoolSpec, support
-from refimpl.support import BACKENDS
+from refimpl.support import BACKENDS, DIRECTIONS
 
 PLATFORMS = {"cpu": "CPU", "cuda": "GPU", "emulated": "emulated GPU"}
 

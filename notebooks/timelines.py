@@ -6,7 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import matplotlib.pyplot as plt
-from book import LAYER_COLOURS, OTHER, Figure, Line2D, Rectangle
+from book import LAYER_COLOURS, OTHER
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Rectangle
 from tracing import Told
 
 from refimpl.runtime import Stream
@@ -80,7 +83,7 @@ def draw_timelines(of: dict[str, Sequence[Told]], halves: int = 2) -> Figure:
             look = {"color": "#D55E00", "lw": 2.0} if reuse else {"color": "#000000", "lw": 1.0}
             ax.annotate("", head, tail, arrowprops={"arrowstyle": "->", "shrinkA": 0, "shrinkB": 0, **look})
         ax.set(ylim=(-0.15, 1.65), xticks=[], xlim=(-0.1, None))
-        ax.set_yticks([0.25, 1.25], ["our stream:\ncopies", "caller's stream:\nkernels"])
+        ax.set_yticks([0.25, 1.25], ["stream beside it:\ncopies", "caller's stream:\nkernels"])
         ax.tick_params(length=0)
         ax.grid(False)
         ax.spines[:].set_visible(False)

@@ -10,8 +10,10 @@ from unittest.mock import patch
 import matplotlib.pyplot as plt
 import numpy as np
 import torch
-from book import LAYER_COLOURS, OTHER, Axes, Figure, Rectangle, layers, raw
-from matplotlib.patches import Polygon
+from book import LAYER_COLOURS, OTHER, layers, raw
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Polygon, Rectangle
 
 from kernels_cupy import emu
 from refimpl import DevicePool, HostPool, PoolSpec

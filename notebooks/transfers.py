@@ -6,8 +6,11 @@ from collections.abc import Sequence
 
 import matplotlib.pyplot as plt
 import numpy as np
-from book import LAYER_COLOURS, OTHER, Axes, Figure, Line2D, Rectangle, as_bytes, as_count, plan_of, tensors
-from matplotlib.patches import Polygon
+from book import LAYER_COLOURS, OTHER, as_bytes, as_count, plan_of, tensors
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Polygon, Rectangle
 
 from refimpl import LAYOUTS, DevicePool, HostPool, PoolSpec, plan
 from refimpl.plan import Move, Plan

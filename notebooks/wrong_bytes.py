@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import matplotlib.pyplot as plt
-from book import Figure, Rectangle
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
 
 STATES = {  # of a row: fill, hatch
     "right": ("#A9D8F2", ""),

@@ -81,21 +81,21 @@ def _device(args: argparse.Namespace) -> Device:
         print(f"measuring this GPU, about {args.budget} s", file=sys.stderr)
         here.measure_bench(path, models, args.page_size, payload, args.layouts, args.budget)
     path, content = here.shown("bench", str(path))
-    measured = [model for model in presets.MODELS if recommend.rows_of(content, model, layouts=args.layouts)]
-    advice = []
-    for model in models:
-        rows = recommend.rows_of(content, model, args.page_size, args.layouts)
-        advice += [f"{model}, {sentence}" for sentence in recommend.advice(content, rows)] or [
-            f"{model}: not among these results, which have {listed(measured) or 'no model'}; "
-            f"{_nearest(content, model, args)}; on a GPU it is measured"
-        ]
+    advice = [sentence for model in models for sentence in _advice(content, model, args)]
     return Device(path, content, here.label(path, content), advice)
 
 
-def _nearest(content: Content, model: str, args: argparse.Namespace) -> str:
-    """In words: the measured model that is most like one that was not measured."""
-    pools = presets.model(model, page_size=args.page_size).values()
-    return str(nearest.nearest(content, pools, args.layouts) or "none of them has a pair that its pools can have")
+def _advice(content: Content, model: str, args: argparse.Namespace) -> list[str]:
+    """In words: what to take for a model, or for the measured one that is most like it."""
+    layouts, page_size = args.layouts, args.page_size
+    rows = recommend.rows_of(content, model, page_size, layouts)
+    if advice := recommend.advice(content, rows):
+        return [f"{model}, {sentence}" for sentence in advice]
+    by_model = {name: recommend.rows_of_model(content, name, layouts) for name in presets.MODELS}
+    measured = [name for name, every in by_model.items() if recommend.ways(content, every)]
+    lack = " with such pages" if model in measured else f", which have {listed(measured) or 'no model'}"
+    near = nearest.sentence(content, presets.model(model, page_size=page_size).values(), layouts, page_size)
+    return [f"{model}: not among these results{lack}; {near}; on a GPU it is measured"]
 
 
 def for_notebooks(args: argparse.Namespace, results: Path) -> dict[str, str]:

@@ -42,10 +42,11 @@ import torch
 
 import refimpl
 from refimpl import presets
+from refimpl.support import DIRECTIONS
 from verify import arguments
 from verify.audit import costs
 from verify.bench import noise
-from verify.bench.gpu import here, recommend, results
+from verify.bench.gpu import here, nearest, recommend, results
 from verify.bench.gpu.cases import name_of
 
 WAYS = recommend.BACKENDS
@@ -75,7 +76,8 @@ book.table(["pool", "tokens\na page", "layers", "pages moved\nby a transfer"], h
 
 def lacks(what):
     """Said in place of a picture, where these results do not have what it shows."""
-    book.say(f"Not among these results: {what}. On a GPU, `make run MODEL={MODEL}` measures it.")
+    pages = f" PAGE_SIZE={PAGE_SIZE}" if PAGE_SIZE else ""
+    book.say(f"Not among these results: {what}. On a GPU, `make run MODEL={MODEL}{pages}` measures it.")
 
 
 # %% [markdown]
@@ -88,8 +90,8 @@ able = recommend.pairs([way for way in found if way.backend in WAYS])
 if able:
     book.say(*pairings.answer(name_of(MODEL, PAGE_SIZE), recommend.choose(able), len({way.pool for way in found})))
 else:
-    lacks("this model")
-    book.say(pairings.nearest_to(bench, MODEL, pools.values(), layouts))
+    lacks(name_of(MODEL, PAGE_SIZE))
+    book.say(f"{MODEL}: {nearest.sentence(bench, pools.values(), layouts, PAGE_SIZE)}.")
 
 # %% [markdown]
 # The same for every model in these results, with the pages of its preset. *Of the best pairs* is the rate compared with giving each pool and direction its own best pair; *least* is where this one pair costs most. A model whose *least* is low is better off with different pairs for different pools.
@@ -175,7 +177,7 @@ if lines:
 
 # %%
 every = recommend.rows_of_model(bench, MODEL, layouts)
-points = {direction: {way: [] for way in WAYS} for direction in book.DIRECTIONS}
+points = {direction: {way: [] for way in WAYS} for direction in DIRECTIONS}
 for row in every:
     for w in recommend.ways(bench, [row]):
         shortest = min(run["bytes"] for run in row["runs"])
@@ -194,7 +196,7 @@ curves = recommend.curves(bench)
 counts = sorted({count for by_count in curves.values() for count in by_count})
 lengths = sorted({run for by_count in curves.values() for by_run in by_count.values() for run in by_run})
 fields, crossings = {}, []
-for direction in book.DIRECTIONS:
+for direction in DIRECTIONS:
     direct, kernel = (curves.get((direction, way), {}) for way in ("direct", "kernel"))
     if not direct or not kernel:
         continue
@@ -292,7 +294,7 @@ if advice:
     numbered = ((f"{number}. {first}.", others) for number, (first, *others) in enumerate(advice, 1))
     book.say(*("\n".join([first, *(f"    - {other}." for other in others)]) for first, others in numbered))
 else:
-    lacks("this model")
+    lacks(name_of(MODEL, PAGE_SIZE))
 
 # %% [markdown]
 # ## A model that nobody measured
@@ -314,11 +316,11 @@ predicted = {
 lines = []
 for layout, by_direction in predicted.items():
     runs = sorted({move.run for move in book.plan_of(own, layout).moves})
-    rates = [by_direction[d].get(way) for d in book.DIRECTIONS for way in WAYS]
+    rates = [by_direction[d].get(way) for d in DIRECTIONS for way in WAYS]
     lines.append([layout, " + ".join(map(book.size, runs)), *(f"{rate:.1f}" if rate else "-" for rate in rates)])
-heads = [f"{d}\n{way}" if way == "direct" else f"\n{way}" for d in book.DIRECTIONS for way in WAYS]
+heads = [f"{d}\n{way}" if way == "direct" else f"\n{way}" for d in DIRECTIONS for way in WAYS]
 book.table(["predicted GB/s", "run", *heads], lines)
-book.say(pairings.nearest_to(bench, "Such a model", [own], layouts))
+book.say(f"Such a model: {nearest.sentence(bench, [own], layouts, own.page_size)}.")
 
 # %%
 off = {way: [] for way in WAYS}
@@ -334,7 +336,7 @@ lines = [
 if lines:
     book.table(["predicted over measured", "pairings", "median", "least", "most"], lines)
 else:
-    lacks("this model")
+    lacks(name_of(MODEL, PAGE_SIZE))
 
 # %% [markdown]
 # ## What this does not tell

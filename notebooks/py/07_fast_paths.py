@@ -36,6 +36,7 @@ from fastpaths import percents, rows_of, spread
 
 from kernels_cupy import emu, sm_copy, specs
 from refimpl import LAYOUTS, DevicePool, HostPool, oracle, presets, slots_of
+from refimpl.support import DIRECTIONS
 from verify import fill
 from verify.bench.gpu import here, results, targets
 
@@ -241,7 +242,7 @@ points = {
         ]
         for way in WAYS
     }
-    for direction in book.DIRECTIONS
+    for direction in DIRECTIONS
 }
 book.draw_rates(points)
 each = {}  # bytes a run -> nanoseconds from descriptor to descriptor
@@ -538,7 +539,7 @@ assert all(max(percents(row).values()) >= 85 for row in rows if targets.shortest
 bounds = {"long": 80, "pieces": 80, "kernel": 75}
 assert all(min(evidence[key], default=100) >= bound for key, bound in bounds.items())
 assert max(evidence["short"], default=0) < 50, "many short runs are not for the copy engine"
-for direction in book.DIRECTIONS:
+for direction in DIRECTIONS:
     own, most, all_submitted = engine[direction, 2048]
     assert own > 0.8 * bus, "2 KiB: fast while there is room in the queue"
     assert most < own / 5, "slow once it is full"

@@ -91,6 +91,36 @@ def test_run_advises_for_this_device_or_for_the_committed_one(
 
 
 @pytest.mark.parametrize(
+    ("pages", "said"),
+    [
+        ("32", "llama-3.1-8b: not among these results with such pages; nearest is qwen3-next, for"),
+        (
+            "16",
+            "qwen3-8b: not among these results, which have llama-3.1-8b, deepseek-v3, deepseek-v4-flash, qwen3-next; "
+            "nearest is llama-3.1-8b, page 16, for",
+        ),
+    ],
+)
+def test_run_knows_with_which_pages_a_model_was_measured(
+    pages: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU, if there were one, on which a model was measured with 16 tokens a page, and with no others."""
+
+    def measure(path: Path, *_: object) -> None:
+        content = json.loads(here.committed("bench").read_text())
+        for row in recommend.rows_of(content, "llama-3.1-8b"):
+            row["page_bytes"] //= 4
+        path.write_text(json.dumps(content))
+
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr(here, "measure_bench", measure)
+    options = ["--model", "llama-3.1-8b,qwen3-8b", "--page-size", pages, "--pages", "1", "--seconds", "0"]
+    options += ["--layouts", "page_first"]
+    assert cli.main(["run", *options, "--out", str(tmp_path), "--notebooks"]) == 0
+    assert said in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
     ("arguments", "parameters"),
     [
         ([], {}),

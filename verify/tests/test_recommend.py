@@ -11,8 +11,8 @@ import pytest
 
 from refimpl import presets, support
 from verify.bench.gpu import here, recommend
-from verify.bench.gpu.cases import MODELS
-from verify.bench.gpu.nearest import nearest
+from verify.bench.gpu.cases import MODELS, name_of
+from verify.bench.gpu.nearest import nearest, sentence
 from verify.bench.gpu.recommend import Way, advice, choose, crossover, pairs, rows_of, rows_of_model, ways
 from verify.bench.noise import FLOOR, Fraction, fraction
 
@@ -156,13 +156,15 @@ def test_nothing_measured_is_no_advice() -> None:
     assert advice(content, content["rows"]) == []
 
 
-def measured(*models: str, layouts: tuple[str, ...] = ("page_first", "page_head")) -> dict[str, Any]:
+def measured(
+    *models: str, layouts: tuple[str, ...] = ("page_first", "page_head"), page_size: int | None = None
+) -> dict[str, Any]:
     """Results of some models: every pool both ways, in each layout slower than in the one before."""
     of_pools = [
         row("kv", direction, layout, {"kernel": (seconds, 0.1)})
-        | {"case": model, "pool": name, "page_bytes": spec.page_bytes}
+        | {"case": name_of(model, page_size), "pool": name, "page_bytes": spec.page_bytes}
         for model in models
-        for name, spec in presets.model(model).items()
+        for name, spec in presets.model(model, page_size=page_size).items()
         for direction in ("backup", "load")
         for seconds, layout in enumerate(layouts, 1)
         if spec.page_bytes and support(spec, layout, "kernel", direction, "cuda")
@@ -192,12 +194,12 @@ def test_the_nearest_model_has_the_families_then_the_runs_then_the_pages(
 
 def test_the_nearest_model_is_named_with_its_pair_and_the_reason() -> None:
     content = measured("llama-3.1-8b", "deepseek-v3")
-    assert str(nearest(content, presets.model("qwen3-8b").values())) == (
+    assert sentence(content, presets.model("qwen3-8b").values()) == (
         "nearest is llama-3.1-8b, for which page_first with kernel is best: it has pools of the same families; "
         "furthest apart in that layout are kv and its kv, with runs of 2 KiB and 2 KiB, pages of 9 MiB and 8 MiB"
     )
-    assert "runs of 256 B and 256 B" in str(nearest(content, presets.model("qwen3-8b").values(), ("page_head",)))
-    assert str(nearest(content, presets.model("deepseek-v3.2").values())) == (
+    assert "runs of 256 B and 256 B" in sentence(content, presets.model("qwen3-8b").values(), ("page_head",))
+    assert sentence(content, presets.model("deepseek-v3.2").values()) == (
         "nearest is deepseek-v3, for which page_first with kernel is best: it has no pool of family dsa; furthest "
         "apart in that layout are indexer and its kv, with runs of 8.25 KiB and 1.12 KiB, pages of 503 KiB and 4.29 MiB"
     )
@@ -209,6 +211,40 @@ def test_no_model_is_near_that_has_no_pair_for_the_pools() -> None:
     assert nearest(heads, presets.model("qwen3-8b").values(), ("page_first",)) is None
     assert nearest(results(), presets.model("qwen3-8b").values()) is None
     assert nearest(heads, []) is None
+
+
+@pytest.mark.parametrize(
+    ("model", "layouts", "page_size", "reason"),
+    [
+        ("deepseek-v3", ("page_head",), 16, "no measured model has a pair that these pools can have"),
+        ("qwen3-8b", ("page_first",), 16, "nothing was measured in these layouts, with such pages"),
+        ("qwen3-8b", ("page_head",), 32, "nothing was measured in these layouts, with such pages"),
+    ],
+    ids=["no pair", "no layout", "no pages"],
+)
+def test_why_no_model_is_near(model: str, layouts: tuple[str, ...], page_size: int, reason: str) -> None:
+    heads = measured("llama-3.1-8b", layouts=("page_head",), page_size=16)
+    assert sentence(heads, presets.model(model, page_size=page_size).values(), layouts, page_size).startswith(reason)
+
+
+@pytest.mark.parametrize(
+    ("model", "sizes", "found", "page_bytes"),
+    [
+        ("llama-3.1-8b", (None, 16), "llama-3.1-8b, page 16", 2 << 20),
+        ("llama-3.1-8b", (16,), "llama-3.1-8b, page 16", 2 << 20),
+        ("llama-3.1-8b", (None,), "llama-3.1-8b", 8 << 20),
+        ("qwen3-next", (None,), "qwen3-next", 3 << 19),  # its states are the same with either
+        ("deepseek-v4-flash", (None,), "deepseek-v4-flash", 34560),  # it cannot have others
+    ],
+)
+def test_a_near_model_has_the_pages_asked_for_where_all_its_pools_were_measured_so(
+    model: str, sizes: tuple[int | None, ...], found: str, page_bytes: int
+) -> None:
+    content = results(*(row for size in sizes for row in measured(model, page_size=size)["rows"]))
+    near = nearest(content, presets.model("qwen3-8b", page_size=16).values(), page_size=16)
+    assert near
+    assert near.model == found
+    assert [other.page_bytes for _, other in near.beside] == [page_bytes]
 
 
 def test_a_measured_model_is_nearest_to_itself() -> None:

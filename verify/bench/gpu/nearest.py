@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from refimpl import LAYOUTS, DevicePool, HostPool, PoolSpec, presets, support
 from refimpl.support import DIRECTIONS
+from verify.bench.gpu.cases import name_of
 from verify.bench.gpu.recommend import Content, Pair, Way, choose, pairs, rows_of, ways
 from verify.bench.measure import runs
 from verify.bench.report import size
@@ -59,10 +60,24 @@ class Nearest:
         )
 
 
-def nearest(content: Content, specs: Iterable[PoolSpec], layouts: Sequence[str] = LAYOUTS) -> Nearest | None:
+def sentence(
+    content: Content, specs: Iterable[PoolSpec], layouts: Sequence[str] = LAYOUTS, page_size: int | None = None
+) -> str:
+    """The nearest model in words, or why there is none; arguments as of `nearest`."""
+    if found := nearest(content, specs, layouts, page_size):
+        return str(found)
+    if any(_measured(content, layouts, page_size)):
+        return "no measured model has a pair that these pools can have"
+    return "nothing was measured in these layouts, with such pages or with those of a preset"
+
+
+def nearest(
+    content: Content, specs: Iterable[PoolSpec], layouts: Sequence[str] = LAYOUTS, page_size: int | None = None
+) -> Nearest | None:
     """Of the measured models the one whose pools are most like these, by `Shape`; None where none has a pair for them.
 
-    Each is compared in the layout that is best for it, of those pairs that these pools can have.
+    Each is compared in the layout that is best for it, of those pairs that these pools can have, and with pages of
+    `page_size` tokens where they were measured.
     """
     storing = [spec for spec in specs if spec.page_bytes]
 
@@ -71,11 +86,29 @@ def nearest(content: Content, specs: Iterable[PoolSpec], layouts: Sequence[str] 
         return all(support(spec, way.layout, way.backend, direction, "cuda") for spec, direction in asked)
 
     near: list[Nearest] = []
-    for model, pools in ((name, presets.model(name)) for name in presets.MODELS):
-        found = [way for way in ways(content, rows_of(content, model, layouts=layouts)) if possible(way)]
+    for model, pools, every in _measured(content, layouts, page_size):
+        found = [way for way in every if possible(way)]
         if storing and (able := pairs(found)):
             taken = choose(able).taken
             measured = [Shape.of(pools[name], taken.layout) for name in dict.fromkeys(way.pool for way in found)]
             asked = [Shape.of(spec, taken.layout) for spec in storing]
             near.append(Nearest(model, taken, tuple((mine, min(measured, key=mine.distance)) for mine in asked)))
     return min(near, key=lambda one: one.distance, default=None)
+
+
+def _measured(
+    content: Content, layouts: Sequence[str], page_size: int | None
+) -> Iterator[tuple[str, dict[str, PoolSpec], list[Way]]]:
+    """Name, pools and measured cells of models: with the pages asked for, or as presets have them if more pools do."""
+    for model in presets.MODELS:
+        found = {tokens: _ways(content, model, tokens, layouts) for tokens in (page_size, None)}
+        tokens = max(found, key=lambda tokens: len({way.pool for way in found[tokens]}))
+        if found[tokens]:
+            yield name_of(model, tokens), presets.model(model, page_size=tokens), found[tokens]
+
+
+def _ways(content: Content, model: str, page_size: int | None, layouts: Sequence[str]) -> list[Way]:
+    try:
+        return ways(content, rows_of(content, model, page_size, layouts))
+    except ValueError:  # it cannot have such pages
+        return []
