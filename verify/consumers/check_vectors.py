@@ -1,7 +1,7 @@
 """Check golden vectors with NumPy alone: python check_vectors.py [data/vectors]
 
 Works out every destination from the geometry by its own arithmetic and compares SHA-256. It imports nothing of the
-project that made the vectors; replace `move` by calls of your implementation to check that one instead.
+project that made the vectors; replace `transfer` by calls of your implementation to check that one instead.
 """
 
 # pyright: basic
@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 
 POISON = 0xFF
+GUARD, GUARD_BYTE = 256, 0xFE  # a byte that is neither payload nor poison
 
 
 def payload(component, layer, pages, tokens, heads, head_bytes):
@@ -140,31 +141,85 @@ def move(group, test):
     return [place(group, to, buffer, rows_of, pages) for buffer in group[to]]
 
 
-def wrong(group, test):
-    """What is wrong with a test, or an empty text."""
+def transfer(group, test, memory):
+    """What you replace. `memory` has the buffers of "host" and "device", in order. Raise to refuse, and write none."""
+    if reason := refusal(group, test):
+        raise ValueError(reason)
+    for out, right in zip(memory[destination(test)], move(group, test), strict=True):
+        out[:] = right
+
+
+def wrong(group, test, full):
+    """What is wrong with a test, or an empty text. `full` is what `filled` makes of its group."""
     reason = refusal(group, test)
     if reason != test.get("reason"):
         return f"refused: {reason}, expected: {test.get('reason')}"
-    if reason:
-        return ""
-    for buffer, bytes_ in zip(group[destination(test)], move(group, test), strict=True):
-        name = buffer["name"]
-        if hashlib.sha256(bytes_.tobytes()).hexdigest() != test["sha256"][name]:
-            return f"buffer {name} has other bytes"
-        if "base64" in test and bytes_.tobytes() != base64.b64decode(test["base64"][name]):
-            return f"buffer {name} is not the one written out"
-    return ""
+    to, refused, found = destination(test), None, []
+    whole = {side: [guarded(b, poisoned=side == to) for b in buffers] for side, buffers in full.items()}
+    memory = {side: [b[GUARD:-GUARD] for b in buffers] for side, buffers in whole.items()}
+    try:
+        transfer(group, test, memory)
+    except Exception as error:
+        refused = f"{type(error).__name__}: {error}"
+    if refused and test["result"] == "ok":
+        found.append(f"was refused: {refused}")
+    if not refused and test["result"] == "must-refuse":
+        found.append(f"was not refused, though it must be: {reason}")
+    moved = not refused and test["result"] != "must-refuse"
+    found += [*wrong_bytes(group, test, memory, full, moved), *damaged(group, whole)]
+    return "; ".join(found)
 
 
-def wrong_buffers(group):
-    """Buffers whose filled or poisoned bytes have another digest."""
-    for side in ("host", "device"):
+def guarded(buffer, poisoned):
+    """A copy of a buffer, or poison in its place, between guards."""
+    whole = np.full(GUARD + buffer.size + GUARD, GUARD_BYTE, np.uint8)
+    whole[GUARD:-GUARD] = POISON if poisoned else buffer
+    return whole
+
+
+def wrong_bytes(group, test, memory, full, moved):
+    for side in memory:
+        for buffer, data, before in zip(group[side], memory[side], full[side], strict=True):
+            name, written = buffer["name"], side == destination(test) and moved
+            if written:
+                right = sha256(data) == test["sha256"][name]
+            else:
+                right = np.all(data == (POISON if side == destination(test) else before))
+            if not right:
+                yield f"{side} buffer {name} has other bytes"
+            elif written and "base64" in test and data.tobytes() != base64.b64decode(test["base64"][name]):
+                yield f"{side} buffer {name} is not the one written out"
+
+
+def damaged(group, whole):
+    """Guards that were written to. Of each, the byte nearest to the buffer is told."""
+    for side, buffers in whole.items():
+        for buffer, data in zip(group[side], buffers, strict=True):
+            for where, guard in (("before", data[:GUARD][::-1]), ("behind", data[-GUARD:])):
+                touched = np.flatnonzero(guard != GUARD_BYTE)
+                if touched.size:
+                    yield f"{side} buffer {buffer['name']}: a write {touched[0] + 1} bytes {where} the buffer"
+
+
+def sha256(data):
+    return hashlib.sha256(data.tobytes()).hexdigest()
+
+
+def filled(group):
+    """The buffers of both sides, in order, full."""
+
+    def buffers(side):
         pages = range(group[f"{side}_pages"])
-        for buffer in group[side]:
-            full = place(group, side, buffer, lambda c, layer, pages=pages: rows_on(group, c, layer, pages), pages)
-            empty = np.full(buffer["bytes"], POISON, np.uint8)
-            digests = {"filled": full, "poisoned": empty}
-            if any(hashlib.sha256(b.tobytes()).hexdigest() != buffer[key] for key, b in digests.items()):
+        return [place(group, side, b, lambda c, layer: rows_on(group, c, layer, pages), pages) for b in group[side]]
+
+    return {side: buffers(side) for side in ("host", "device")}
+
+
+def wrong_buffers(group, full):
+    """Buffers whose filled or poisoned bytes have another digest."""
+    for side, buffers in full.items():
+        for buffer, data in zip(group[side], buffers, strict=True):
+            if (sha256(data), sha256(np.full_like(data, POISON))) != (buffer["filled"], buffer["poisoned"]):
                 yield f"{group['id']}: {side} buffer {buffer['name']}"
 
 
@@ -178,10 +233,11 @@ def main(folder):
         if not file["name"].endswith(".json"):
             continue
         for group in json.loads((folder / file["name"]).read_text("utf-8"))["groups"]:
-            failed += wrong_buffers(group)
+            full = filled(group)
+            failed += wrong_buffers(group, full)
             for test in group["tests"]:
                 count += 1
-                reason = wrong(group, test)
+                reason = wrong(group, test, full)
                 failed += [f"{test['id']}: {reason}"] if reason else []
     failed += [f"{count} cases, the manifest names {manifest['cases']}"] if count != manifest["cases"] else []
     print(*failed[:20], f"{count} cases checked, {len(failed)} wrong", sep="\n")
@@ -189,4 +245,10 @@ def main(folder):
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1] if len(sys.argv) > 1 else "data/vectors")))
+    folder = Path(sys.argv[1] if len(sys.argv) > 1 else "data/vectors").resolve()
+    try:
+        sys.exit(main(folder))
+    except OSError as error:
+        say = "name the folder of the vectors: python check_vectors.py PATH/TO/data/vectors"
+        print(f"{error.strerror}: {error.filename}; {say}", file=sys.stderr)
+        sys.exit(2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import importlib.util
 import json
@@ -11,7 +12,7 @@ import subprocess
 import sys
 import zlib
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -177,6 +178,21 @@ def test_the_guide_has_the_payload_of_the_manifest() -> None:
 
 def test_the_guide_has_every_version() -> None:
     assert [int(n) for n in re.findall(r"(?m)^(\d+)\. ", GUIDE.split("## Versions")[1])] == [*FROZEN]
+
+
+def test_the_guide_says_how_far_the_vectors_reach() -> None:
+    """What is cut to 16 bits (pages and indices) or to 32 (offsets), signed or not, stays what it is."""
+    pools = [(g, side) for family in FAMILIES for g in vectors(family)["groups"] for side in ("host", "device")]
+    page = max(g[f"{side}_pages"] - 1 for g, side in pools)
+    index = max(g[f"{side}_pages"] * g["page_size"] - 1 for g, side in pools)
+    size = max(buffer["bytes"] for g, side in pools for buffer in g[side])
+    sentence = (
+        f"the largest page is {page:,}, the largest index {index:,}, and the largest buffer has {size:,} bytes. "
+        "So page numbers or indices that are cut to 16 bits pass, and so do offsets that are cut to 32,"
+    )
+    assert sentence in " ".join(GUIDE.split())
+    assert page <= index < 2**15
+    assert size < 2**31
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -353,12 +369,19 @@ FAULTY = {
 }
 
 
+@cache
+def filled() -> dict[str, dict[str, list[np.ndarray]]]:
+    """By group: its buffers, full."""
+    module = consumer()
+    return {group["id"]: module.filled(group) for family in FAMILIES for group in vectors(family)["groups"]}
+
+
 @pytest.mark.parametrize("flag", FAULTY)
 def test_flags_name_the_very_cases_that_catch_a_fault(flag: str) -> None:
     """Neither more nor fewer. Single entries have loops of their own in the consumer."""
     module, in_rows_of = consumer(FAULTY[flag]), flag in ("LayersNotAskedFor", "SideStatesLost", "ScalesLost")
     right = [(g, t) for g, t in every_case() if t["result"] == "ok" and (in_rows_of or "host_entries" not in t)]
-    failed = {t["id"] for g, t in right if module.wrong(g, t)}
+    failed = {t["id"] for g, t in right if module.wrong(g, t, filled()[g["id"]])}
     assert failed == {t["id"] for g, t in right if flag in caught(g, t)} != set()
 
 
@@ -500,11 +523,21 @@ def test_the_c_consumer_sees_one_digit(folder: Path, file: str, after: str) -> N
     assert run_c(folder).returncode != 0
 
 
-def test_the_c_consumer_without_files_checks_nothing_and_says_so(folder: Path) -> None:
-    for file in folder.glob("*.txt"):
-        file.unlink()
-    done = run_c(folder)
+def test_the_c_consumer_without_files_checks_nothing_and_says_so(tmp_path: Path) -> None:
+    done = run_c(tmp_path)
     assert (done.returncode, "no files: " in done.stderr) == (2, True)
+    (section,) = re.findall('see "(.+)" in README.md', done.stderr)
+    assert f"\n## {section}\n" in GUIDE
+    assert f'("{section}")' in C.read_text().split("#include")[0]
+
+
+@pytest.mark.parametrize("arguments", [(), ("elsewhere",)])
+def test_the_numpy_consumer_without_vectors_says_where_it_looked(arguments: tuple[str, ...], tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, NUMPY, *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    (line,) = done.stderr.splitlines()
+    looked = tmp_path.joinpath(*arguments or ("data", "vectors"), "manifest.json")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert f"No such file or directory: {looked}; name the folder of the vectors: python check_vectors.py " in line
 
 
 NUMPY_MISTAKES = [
@@ -545,6 +578,101 @@ def test_the_numpy_consumer_fails_where_its_arithmetic_is_wrong(folder: Path, mi
 @pytest.mark.parametrize("mistake", C_MISTAKES)
 def test_the_c_consumer_fails_where_its_arithmetic_is_wrong(folder: Path, mistake: tuple[str, str]) -> None:
     assert run_c(folder, mistake).returncode == 1
+
+
+# ---- the consumers, asked about an implementation that is not theirs
+
+
+def tiny() -> list[tuple[Json, Json]]:
+    """Every case of a pool, but for the layout that it cannot have."""
+    groups = [g for g in vectors("mha")["groups"] if g["id"].startswith("mha-tiny/") and g["host"]]
+    return [(g, t) for g in groups for t in g["tests"]]
+
+
+def _does_nothing(right: Callable[..., None], group: Json, test: Json, memory: Json) -> None:
+    pass
+
+
+def _refuses_everything(right: Callable[..., None], group: Json, test: Json, memory: Json) -> None:
+    raise MemoryError("no room")
+
+
+def _refuses_when_it_has_written(right: Callable[..., None], group: Json, test: Json, memory: Json) -> None:
+    for data in memory["host" if test["direction"] == "backup" else "device"]:
+        data[-1] = 1
+    right(group, test, memory)
+
+
+def _spoils_the_source(right: Callable[..., None], group: Json, test: Json, memory: Json) -> None:
+    for data in memory["device" if test["direction"] == "backup" else "host"]:
+        data[-1] ^= 1
+    right(group, test, memory)
+
+
+@pytest.mark.parametrize(
+    ("mover", "said", "where"),
+    [
+        (_does_nothing, " has other bytes", lambda t: t["result"] != "must-refuse" and t["host_pages"] != []),
+        (_does_nothing, "was not refused, though it must be: ", lambda t: t["result"] == "must-refuse"),
+        (_refuses_everything, "was refused: MemoryError: no room", lambda t: t["result"] == "ok"),
+        (_refuses_when_it_has_written, " has other bytes", lambda t: t["result"] == "must-refuse"),
+        (_spoils_the_source, "device buffer v@1 has other bytes", lambda t: t["direction"] == "backup"),
+    ],
+)
+def test_the_numpy_consumer_tells_what_a_mover_did_wrong(
+    mover: Callable[..., None], said: str, where: Callable[[Json], bool]
+) -> None:
+    module = consumer()
+    module.__dict__["transfer"] = partial(mover, module.transfer)
+    told = {t["id"] for g, t in tiny() if said in module.wrong(g, t, filled()[g["id"]])}
+    assert told == {t["id"] for g, t in tiny() if where(t)} != set()
+
+
+BESIDE = [(-256, "256 bytes before"), (-1, "1 bytes before"), (0, "1 bytes behind"), (255, "256 bytes behind")]
+
+
+@pytest.mark.parametrize("side", ["host", "device"])
+@pytest.mark.parametrize(("at", "said"), BESIDE)
+def test_the_numpy_consumer_sees_a_write_beside_a_buffer(side: str, at: int, said: str) -> None:
+    """By address, as a library would; `at` from the buffer's start, or from its end. In every case, refused or not."""
+    module = consumer()
+    right = module.transfer
+
+    def beside(group: Json, test: Json, memory: dict[str, list[np.ndarray]]) -> None:
+        data = memory[side][0]
+        ctypes.memset(data.ctypes.data + (at if at < 0 else data.size + at), 0, 1)
+        right(group, test, memory)
+
+    module.__dict__["transfer"] = beside
+    for group, test in tiny():
+        told = module.wrong(group, test, filled()[group["id"]])
+        assert told == f"{side} buffer {group[side][0]['name']}: a write {said} the buffer", test["id"]
+
+
+def mover_in_c(before: str) -> tuple[str, str]:
+    """Does what is right after `before`."""
+    text = "static int move(const Group *g, Case *t, uint8_t **bytes[2]) {{ {}; return right_move(g, t, bytes); }}"
+    return "#define move right_move", text.format(before)
+
+
+@pytest.mark.parametrize("side", ["host", "device"])
+@pytest.mark.parametrize(("at", "said"), BESIDE)
+def test_the_c_consumer_sees_a_write_beside_a_buffer(side: str, at: int, said: str, tmp_path: Path) -> None:
+    shutil.copy2(FOLDER / "mha.txt", tmp_path)
+    end = 0 if at < 0 else f"g->buffer[{side.upper()}][0].bytes"
+    done = run_c(tmp_path, mover_in_c(f"if (g->buffers[HOST]) bytes[{side.upper()}][0][{end} + ({at})] = 0"))
+    written = [t["id"] for group in vectors("mha")["groups"] if group["host"] for t in group["tests"]]
+    lines = [f"{name}: {side} buffer 0: a write {said} the buffer" for name in written]
+    count = f"{vectors('mha')['cases']} cases checked, {len(written)} wrong"
+    assert (done.returncode, done.stdout.splitlines()) == (1, [*lines, count])
+
+
+def test_the_c_consumer_names_the_case_that_ruined_the_heap(tmp_path: Path) -> None:
+    """Memory from `malloc` can no longer be had then, not even to print."""
+    shutil.copy2(FOLDER / "mha.txt", tmp_path)
+    done = run_c(tmp_path, mover_in_c("memset(bytes[DEVICE][0] + g->buffer[DEVICE][0].bytes + GUARD, 0xAB, 4096)"))
+    assert done.returncode == 1, done.stderr
+    assert re.search(r"^mha-tiny/\S+: died of signal \d+; .*-fsanitize=address", done.stdout)
 
 
 def test_consumers_import_nothing_of_ours() -> None:
