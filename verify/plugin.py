@@ -1,12 +1,17 @@
 """The golden vectors inside somebody's own suite: `pytest -p verify.plugin --hostpool-adapter my_module:MyAdapter`.
 
 Every case is a test of its own, with a marker for its family and one for its layout (`-m "hostpool_mla and
-hostpool_page_first"`); `hostpool` has them all. Where the project is installed, pytest finds the plugin by itself.
+hostpool_page_first"`); `hostpool` has them all. A failed one runs again by its node id, `hostpool::...`. Where the
+project is installed, pytest finds the plugin by itself.
+
+Cases run in the session's process. One that crashes or hangs ends it; `python -m verify adapter` isolates them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -15,9 +20,10 @@ if TYPE_CHECKING:
     from verify.adapters.protocol import Loaded
     from verify.adapters.suite import Group, Outcome
 
-OPTION = "--hostpool-adapter"
+OPTION, FOLDER = "--hostpool-adapter", "hostpool"  # node ids begin with a folder that there is not
 ADAPTER: pytest.StashKey[Loaded] = pytest.StashKey()
 OUTCOMES: pytest.StashKey[list[Outcome]] = pytest.StashKey()
+ASKED: pytest.StashKey[set[str]] = pytest.StashKey()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -53,10 +59,25 @@ def pytest_report_header(config: pytest.Config) -> str | None:
 
 
 @pytest.hookimpl(tryfirst=True)
+def pytest_collection(session: pytest.Session) -> None:
+    """Node ids of vectors are told apart from paths, before pytest looks for these."""
+    config = session.config
+    if ADAPTER in config.stash:
+        ids = {arg: arg.partition("::") for arg in config.args}
+        ours = {arg: case for arg, (path, _, case) in ids.items() if case and Path(path).name == FOLDER}
+        config.args = [arg for arg in config.args if arg not in ours]
+        config.stash[ASKED] = {*ours.values()}
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config, items: list[pytest.Item]) -> None:
     """Before options such as -m choose among them."""
-    if ADAPTER in config.stash:
-        items += _vectors(session)
+    if ADAPTER not in config.stash:
+        return
+    found, asked = [*_vectors(session)], config.stash[ASKED]
+    if unknown := asked - {item.name for item in found}:
+        raise pytest.UsageError(f"there is no vector {min(unknown)!r}")
+    items += [item for item in found if item.name in asked or not asked]
 
 
 def _vectors(session: pytest.Session) -> Iterator[Vector]:
@@ -64,7 +85,7 @@ def _vectors(session: pytest.Session) -> Iterator[Vector]:
 
     for group in suite.groups():
         for test in group.tests:
-            item = Vector.from_parent(session, name=test["id"], nodeid=f"hostpool::{test['id']}")
+            item = Vector.from_parent(session, name=test["id"], nodeid=f"{FOLDER}::{test['id']}")
             item.group, item.test = group, test
             for marker in ("", f"_{group.family}", f"_{group.geometry['layout']}"):
                 item.add_marker(f"hostpool{marker}")
@@ -78,15 +99,24 @@ class WrongVector(Exception):
 
 
 class Vector(pytest.Item):
-    """One golden vector."""
+    """One golden vector. It has what files such as conftest.py take for granted in every test."""
 
     group: Group
     test: dict[str, Any]
+    module, cls, fixturenames = sys.modules[__name__], None, ()
+
+    @property
+    def function(self) -> Callable[[], None]:
+        return self.runtest
 
     def runtest(self) -> None:
-        from verify.adapters import runner
+        from verify.adapters import protocol, runner
 
-        outcome = runner.check(self.config.stash[ADAPTER], self.group, self.test)
+        try:
+            outcome = runner.check(self.config.stash[ADAPTER], self.group, self.test)
+        except protocol.NoAdapter as error:
+            self.session.shouldfail = "nothing more is asked of this adapter"
+            raise WrongVector(str(error)) from error
         self.config.stash[OUTCOMES].append(outcome)
         if outcome.status == "unsupported":
             pytest.skip(outcome.message)
@@ -98,7 +128,7 @@ class Vector(pytest.Item):
         return str(excinfo.value) if wrong else super().repr_failure(excinfo, style)
 
     def reportinfo(self) -> tuple[str, None, str]:
-        return "hostpool", None, self.name
+        return FOLDER, None, self.name
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:

@@ -185,7 +185,7 @@ show(*told[:5], "…", told[-1])
 # The last lines look at all cases at once. Faults that are known from public reports are simulated on every vector, so a fault of that kind is called by its name. This one is none of those, so the suite says what the failing cases have in common and the others have not.
 
 # %%
-sentence = re.search(r"All of them have .*?\.", said)[0]
+sentence = re.search(r"All of them, .*?\.", said)[0]
 show(sentence)
 
 # %% [markdown]
@@ -372,7 +372,7 @@ for line in verify("--adapter", "sglang").splitlines():
 
 # %%
 assert round_trip, "its own test passes"
-assert f"a number of indices in the list that is no multiple of {mine.PACK}; so have none" in sentence
+assert f"a number of indices in the list that is no multiple of {mine.PACK}" in sentence
 assert {where for _, where in lost} == {"page 2 token 0", "page 2 token 1"}, "the page that is named last"
 assert test["host_pages"][-1] == 2
 assert not any(state == "wrong" for row in states(fixed).values() for state, _ in row)

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from verify.adapters import isolated, report, runner, suite
 from verify.adapters.protocol import SHIPPED, VARIABLE, Loaded, NoAdapter, load
-from verify.arguments import Parser, file, folder
+from verify.arguments import Parser, file, folder, positive
 
+SECONDS = 60  # a case takes milliseconds, unless something is compiled first
 SHOWN = 10  # failures that are printed: the first of each pool, layout and direction
 REFERENCE = "ours-torch"  # whose report `--report` writes where no adapter is named
 
 
 def adapter(argv: Sequence[str]) -> int:
-    """Run the golden vectors against an implementation. Exit code: 0, 1 where it is wrong, 2 without an adapter."""
+    """Run the golden vectors against an implementation.
+
+    Exit code: 0, 1 where it is wrong, 2 without an adapter, 130 where it was interrupted.
+    """
     parser = Parser(prog="python -m verify adapter", description=adapter.__doc__)
     what = f"module:object, or {', '.join(SHIPPED)}; default: the environment's {VARIABLE}"
     parser.add_argument("name", nargs="?", metavar="ADAPTER", help=what)
@@ -25,27 +29,30 @@ def adapter(argv: Sequence[str]) -> int:
         "--out", type=folder, metavar="FOLDER", help="write report.json, conformance.html and badge.svg"
     )
     parser.add_argument("--report", type=folder, metavar="FOLDER", help=f"likewise; without any ADAPTER of {REFERENCE}")
-    parser.add_argument("--same-process", action="store_true", help="for debuggers; a crash ends it")
+    limit = f"a case that takes longer has failed; default: {SECONDS}"
+    parser.add_argument("--seconds-a-case", type=positive, default=SECONDS, metavar="N", help=limit)
+    parser.add_argument("--same-process", action="store_true", help="for debuggers; a crash ends it, and no time does")
     options = parser.parse_args(argv)
     groups, out = [*suite.groups(options.family)], options.out or options.report
     name = options.name or options.adapter or os.environ.get(VARIABLE) or (REFERENCE if options.report else None)
     try:
-        loaded, results = _results(name, groups, options.same_process)
+        loaded, results = _results(name, groups, None if options.same_process else options.seconds_a_case)
     except NoAdapter as error:
         print(error, file=sys.stderr)
         return 2
+    except KeyboardInterrupt as error:
+        print(f"interrupted {error}" if str(error) else "interrupted where no case was running", file=sys.stderr)
+        return 130
     stale = runner.stale(loaded, [outcome for _, _, outcome in results])
     content = report.as_json(loaded, results, stale)
     failures = {outcome.id: outcome.message for _, _, outcome in results if outcome.status == "failed"}
+    not_run = sum(len(group.tests) for group in groups) - len(results)
     versions = (f"{name} {version}" for name, version in loaded.versions.items())
     print(f"{loaded.name} on {loaded.device}: {', '.join(versions) or 'no versions given'}")
-    first = {case.rsplit("/", 1)[0]: message for case, message in reversed(failures.items())}
-    shown = [*reversed(first.values())][:SHOWN]
-    print(*shown, sep="\n", end="\n" if failures else "")
-    if len(failures) > len(shown):
-        print(f"… and {len(failures) - len(shown)} more" + ("" if out else "; --out FOLDER writes down all of them"))
-    print(*content["diagnosis"], *(f"stale: {line}" for line in stale), sep="\n", end="\n" if failures or stale else "")
-    print(f"{loaded.name}: " + ", ".join(f"{number} {status}" for status, number in content["counts"].items()))
+    for line in (*_shown(failures, out is not None), *content["diagnosis"], *(f"stale: {line}" for line in stale)):
+        print(line)
+    counts = ", ".join(f"{number} {status}" for status, number in content["counts"].items())
+    print(f"{loaded.name}: {counts}" + (f"; {not_run} not run, the process ended too often" if not_run else ""))
     if out:
         report.write(out, content)
         print(f"suite {content['suite']['version']}, {report.mutation_score(content)}")
@@ -53,19 +60,30 @@ def adapter(argv: Sequence[str]) -> int:
     if not failures and not report.moved(content):
         print("nothing was moved, so nothing is shown")
         return 1
-    return int(bool(failures or stale))
+    return int(bool(failures or stale or not_run))
 
 
-def _results(name: str | None, groups: Sequence[suite.Group], same_process: bool) -> tuple[Loaded, report.Results]:
-    if same_process or not isolated.can_isolate():
+def _results(name: str | None, groups: Sequence[suite.Group], seconds: int | None) -> tuple[Loaded, report.Results]:
+    """Without a limit in this very process."""
+    if seconds is None or not isolated.can_isolate():
         loaded = load(name)
         return loaded, [*runner.run(loaded, groups)]
-    child = isolated.Isolated(name)
+    child = isolated.Isolated(name, seconds)
     return child.adapter, [*child.run(groups)]
 
 
+def _shown(failures: dict[str, str], all_are_written: bool) -> Iterator[str]:
+    """The first failures, and how many more there are."""
+    first = {case.rsplit("/", 1)[0]: message for case, message in reversed(failures.items())}
+    shown = [*reversed(first.values())][:SHOWN]
+    yield from shown
+    if len(failures) > len(shown):
+        where = "" if all_are_written else "; --out FOLDER writes down all of them"
+        yield f"… and {len(failures) - len(shown)} more{where}"
+
+
 def check_report(argv: Sequence[str]) -> int:
-    """Verify a submitted report: whole, unedited, of these vectors, and every case with the right bytes.
+    """Verify a submitted report: whole, of these vectors, every byte right as it claims. A digest is no signature.
 
     Exit code: 0, 1 where something is wrong with it, 2 where that cannot be told.
     """
@@ -79,4 +97,7 @@ def check_report(argv: Sequence[str]) -> int:
         return 2
     print(*found[:SHOWN], sep="\n", end="\n" if found else "")
     print(f"{options.file}: " + (f"{len(found)} problems" if found else f"verified, {report.coverage(options.file)}"))
+    if partly := [] if found else [*report.partly_declined(options.file)]:
+        more = [f"and {len(partly) - SHOWN} more"] if len(partly) > SHOWN else []
+        print("declined for some pools of a family only:", *partly[:SHOWN], *more, sep="\n  ")
     return int(bool(found))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import re
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
+from itertools import combinations
 
 import numpy as np
 
@@ -126,26 +128,29 @@ def _text(component: Json, at: Place) -> str:
 
 def summary(outcomes: Iterable[tuple[Group, Json, Outcome]]) -> Iterator[str]:
     """How many fail of those to be moved and of those to be refused, and what would explain it."""
-    seen = [o for o in outcomes if o[2].status in ("passed", "failed", "expected")]
-    for refusals, what in (False, "moved"), (True, "refused"):
-        failing, passing = (
-            [(g, t, o) for g, t, o in seen if _to_be_refused(t, o) is refusals and (o.status == "passed") is good]
-            for good in (False, True)
-        )
-        if failing:
-            count = f"{len(failing)} of {len(failing) + len(passing)} cases to be {what} are wrong"
-            yield f"{count}. {' '.join(in_common(failing, passing))}"
+    became: dict[tuple[str, str], list[tuple[Group, Json, Outcome]]] = defaultdict(list)
+    for case in outcomes:
+        if case[2].status in ("passed", "failed", "expected"):
+            became[_became(*case[1:])].append(case)
+    for due in "moved", "refused":
+        passing, refused, wrong = (became[due, how] for how in ("passed", "refused", "wrong"))
+        for failing, how in (refused, "refused"), (wrong, "wrong"):
+            if failing:
+                count = f"{len(failing)} of {len(passing) + len(refused) + len(wrong)} cases to be {due} are {how}"
+                yield f"{count}. {' '.join(in_common(failing, passing))}"
+
+
+def _became(test: Json, outcome: Outcome) -> tuple[str, str]:
+    """What was due, and what became of it. A refusal that comes too late is wrong."""
+    due = "refused" if _to_be_refused(test, outcome) else "moved"
+    if outcome.status == "passed":
+        return due, "passed"
+    return due, "refused" if outcome.refused and due == "moved" else "wrong"
 
 
 def _to_be_refused(test: Json, outcome: Outcome) -> bool:
     """What may be moved or refused is what it was taken for."""
     return test["result"] == "must-refuse" or (test["result"] == "unspecified" and outcome.refused)
-
-
-def _shown(group: Group, test: Json, outcome: Outcome) -> set[str]:
-    """The known faults that would show in a case. Those of moving do not show in what was refused."""
-    refused = test["result"] == "unspecified" and outcome.refused
-    return set() if refused else suite.flags(group, test)
 
 
 def _idle(group: Group, test: Json, outcome: Outcome) -> bool:
@@ -157,14 +162,15 @@ def in_common(failing: Results, passing: Results) -> Iterator[str]:
     if all(_idle(*case) for case in (*failing, *passing)):
         yield "None of them moves or refuses anything."
         return
-    if all(o.refused for _, _, o in failing):
-        late = any(_to_be_refused(t, o) for _, t, o in failing)
-        yield f"All of them are refused{', but something had been written' if late else ''}."
-    shared = set.intersection(*(_shown(*case) for case in failing))
-    fitting = sorted(shared.difference(*(_shown(*case) for case in passing)))
+    refused = all(o.refused for _, _, o in failing)
+    if refused:
+        yield from _refusals(failing)
+    # Faults are of where bytes go, or of lists that nobody checks: who refuses shows neither.
+    shared = set[str]() if refused else set.intersection(*(suite.flags(g, t) for g, t, _ in failing))
+    fitting = sorted(shared.difference(*(suite.flags(g, t) for g, t, _ in passing)))
     for flag in fitting:
         yield f"{flag}, which shows in these and in no others: {suite.manifest()['flags'][flag]}"
-    if not fitting:
+    if not fitting and not refused:
         yield "No known fault shows in exactly these."
     ways = Counter(o.differs for _, _, o in failing if o.differs)
     if ways:
@@ -172,15 +178,31 @@ def in_common(failing: Results, passing: Results) -> Iterator[str]:
         yield f"The first wrong word, against the right one: {', '.join(counts)}."
     if fitting:
         return
-    apart = [*apart_from(failing, passing)]
-    if apart:
-        fewest = min(number for number, _ in apart)
-        said = " and ".join([what for number, what in apart if number == fewest][:MOST])
-        yield f"All of them have {said}; so have {fewest or 'none'} of the {len(passing)} that pass."
+    if apart := apart_from(failing, passing):
+        yield apart
     elif shared:
         yield f"They would all show {' or '.join(sorted(shared))}, but so would cases that pass."
 
 
+def _refusals(failing: Results) -> Iterator[str]:
+    if any(_to_be_refused(t, o) for _, t, o in failing):
+        yield "All of them are refused, but something had been written."
+    errors = [*dict.fromkeys(_error(o) for _, _, o in failing)]
+    which = "The error" if len(errors) == 1 else f"{len(errors)} different errors, the first"
+    yield f"{which}: {errors[0][:LONGEST].rstrip('.')}."
+
+
+def _error(outcome: Outcome) -> str:
+    """The first line of what `explain` says of a refusal.
+
+    >>> _error(Outcome("a", "failed", message="a: was refused (x.py:1: TypeError: f() takes 2); host buffer k, byte 0"))
+    'x.py:1: TypeError: f() takes 2'
+    """
+    said = re.search(r"was refused \((.*?)(\)(, but .*)?(; (host|device|the source) .*)?)?$", outcome.message, re.M)
+    return said[1] if said else outcome.message
+
+
+LONGEST = 240  # letters of an error
 FEW = 0.1  # the part of the cases that pass which may have a property too, if it is to explain anything
 MOST = 3  # words of a label, or properties, that are named
 
@@ -199,6 +221,7 @@ def _row_bytes(group: Group) -> list[int]:
 
 # What a fault that nobody has foreseen may depend on: words and numbers of a case.
 LABELS: dict[str, Callable[[Group, Json], str]] = {
+    "reason": lambda g, t: t.get("reason", ""),
     "note": lambda g, t: t["note"],
     "direction": lambda g, t: t["direction"],
     "layout": lambda g, t: g.geometry["layout"],
@@ -216,19 +239,32 @@ MEASURES: dict[str, Callable[[Group, Json], int]] = {
 STEPS = (2, 4, 8, 16, 32, 64, 128)
 
 
-def apart_from(failing: Results, passing: Results) -> Iterator[tuple[int, str]]:
-    """What every failing case has and few that pass: how many of these, and what it is."""
-    for has, said in _properties(failing) if passing else ():
-        also = sum(has(g, t) for g, t, _ in passing)
-        if also <= FEW * len(passing):
-            yield also, said
+def apart_from(failing: Results, passing: Results) -> str | None:
+    """What every failing case has and few that pass, or none: the best property, or the best few together."""
+    if not passing:
+        return None
+    having = {said: {i for i, (g, t, _) in enumerate(passing) if has(g, t)} for has, said in _properties(failing)}
+
+    def left(several: Sequence[str]) -> int:
+        return len(set.intersection(*(having[said] for said in several)))
+
+    every = [several for number in range(1, MOST + 1) for several in combinations(having, number)]
+    best = min(every, key=lambda several: left(several) << len(several))  # one more has to halve what is left
+    as_good = [said for said in having if left([said]) == left(best)]
+    named = best if len(best) > 1 else as_good[:MOST]
+    also, these = left(named), " and ".join(named)
+    if not also:
+        return f"All of them, and nothing that passes, have {these}."
+    if also <= FEW * len(passing):
+        return f"All of them have {these}; so have {also} of the {len(passing)} that pass."
+    return None
 
 
 def _properties(failing: Results) -> Iterator[tuple[Callable[[Group, Json], bool], str]]:
     """What every failing case has: one of some words, a number within a bound, or one that is no multiple."""
     for noun, label in LABELS.items():
         of = {label(g, t) for g, t, _ in failing}
-        if len(of) <= MOST:
+        if len(of) <= MOST and "" not in of:
             yield lambda g, t, of=of, label=label: label(g, t) in of, f"{noun} {' or '.join(sorted(of))}"
     for noun, measure in MEASURES.items():
         found = [measure(g, t) for g, t, _ in failing]

@@ -100,7 +100,7 @@ class Loaded:
 
 
 class NoAdapter(ValueError):
-    """The adapter asked for cannot be had."""
+    """The adapter asked for cannot be had, or is none."""
 
 
 def load(name: str | None = None) -> Loaded:
@@ -114,10 +114,8 @@ def load(name: str | None = None) -> Loaded:
         for attribute in path.split(".") if path else ():
             found = getattr(found, attribute)
         adapter: Any = found() if isinstance(found, type) else found
-    except (ImportError, AttributeError) as error:
-        raise NoAdapter(f"there is no adapter {name!r}: {error}; is its folder on PYTHONPATH?") from error
     except Exception as error:  # somebody else's code: whatever it raises
-        raise NoAdapter(f"adapter {name!r} cannot be loaded: {type(error).__name__}: {error}") from error
+        raise NoAdapter(_why_not(name, module_name, error)) from error
     missing = [f for f in ("capabilities", "transfer") if not callable(getattr(adapter, f, None))]
     if missing:
         raise NoAdapter(f"adapter {name!r} has no function {' and no function '.join(missing)}")
@@ -126,6 +124,14 @@ def load(name: str | None = None) -> Loaded:
     versions = {str(key): str(version) for key, version in getattr(adapter, "versions", {}).items()}
     expected = tuple(expected_failures(beside / lines)) if lines else ()
     return Loaded(name, adapter, versions, str(getattr(adapter, "device", "CPU")), expected)
+
+
+def _why_not(name: str, module: str, error: Exception) -> str:
+    if not isinstance(error, ModuleNotFoundError):
+        return f"adapter {name!r} cannot be loaded: {type(error).__name__}: {error}"
+    if f"{module}.".startswith(f"{error.name}."):
+        return f"there is no adapter {name!r}: {error}; is its folder on PYTHONPATH?"
+    return f"adapter {name!r} cannot be loaded: it needs {error.name!r}, which is neither installed nor on PYTHONPATH"
 
 
 def expected_failures(file: Path) -> list[Expected]:

@@ -54,7 +54,7 @@ def as_json(adapter: Loaded, results: Results, stale: Sequence[str]) -> Json:
 
 
 def sealed(content: Json) -> Json:
-    """With the digest of all the rest, so that no edit by hand goes unnoticed. It is no signature."""
+    """With the digest of all the rest, which shows a slip. It is no signature: whoever edits can seal anew."""
     return content | {"sha256": _digest(content)}
 
 
@@ -154,6 +154,23 @@ def coverage(file: Path) -> str:
     """What a report that verifies has shown."""
     counts = json.loads(file.read_text("utf-8"))["counts"]
     return f"{counts['passed']} passed, {counts['unsupported']} unsupported"
+
+
+def partly_declined(file: Path) -> Iterator[str]:
+    """Cells of family, layout and direction that are declined for some pools only, which may hide failures.
+
+    No problem, as the width of rows is an honest reason. Pools that cannot have the layout are not counted.
+    """
+    cases = {case["id"]: case for case in json.loads(file.read_text("utf-8"))["cases"]}
+    cells: dict[tuple[str, str, str], dict[str, bool]] = {}
+    for group in suite.groups():
+        for test in group.tests:
+            if test.get("reason") != "layout":
+                pools = cells.setdefault((group.family, group.geometry["layout"], test["direction"]), {})
+                pools[group.geometry["id"]] = cases[test["id"]]["status"] == "unsupported"
+    for cell, pools in cells.items():
+        if 0 < sum(pools.values()) < len(pools):
+            yield f"{'/'.join(cell)} ({sum(pools.values())} of {len(pools)})"
 
 
 def _miscounted(content: Json) -> Iterator[str]:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from copy import deepcopy
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 
 from verify.adapters import diagnosis, suite
-from verify.adapters.protocol import Json, Loaded
+from verify.adapters.protocol import Buffers, Json, Loaded, NoAdapter
 from verify.adapters.suite import SIDES, Group, Outcome
 from verify.consumers import check_vectors as plain
 from verify.vectors.payload import POISON
@@ -18,41 +21,82 @@ from verify.vectors.payload import POISON
 GUARD, GUARD_BYTE = 256, 0xFE  # a byte that is neither payload nor poison
 
 
+class Interrupted(KeyboardInterrupt):
+    """Where somebody ended it: `in` a case."""
+
+
 def run(adapter: Loaded, groups: Iterable[Group]) -> Iterator[tuple[Group, Json, Outcome]]:
     for group in groups:
         for test in group.tests:
-            yield group, test, check(adapter, group, test)
+            try:
+                outcome = check(adapter, group, test)
+            except KeyboardInterrupt as error:
+                raise Interrupted(f"in {test['id']}, at {_raised_at(error)}") from None
+            yield group, test, outcome
 
 
 def check(adapter: Loaded, group: Group, test: Json) -> Outcome:
     """One case, start to end."""
-    geometry, layout, direction = group.geometry, group.geometry["layout"], test["direction"]
-    refusal = adapter.run.capabilities(geometry, layout, direction)
+    try:
+        answer = adapter.run.capabilities(deepcopy(group.geometry), group.geometry["layout"], test["direction"])
+    except Exception as error:
+        return wrong(adapter, test, [f"capabilities raised {_told(error)}"])
+    refusal = _declined(adapter, answer)
     if refusal and test.get("reason") != "layout":
         return Outcome(test["id"], "unsupported", message=refusal)
     memory = {side: Memory(group, side, poisoned=side == plain.destination(test)) for side in SIDES}
     if not refusal:
-        host, device = (memory[side].views for side in SIDES)
-        host_list, device_list = (indices(geometry, test, side) for side in SIDES)
-        try:
-            adapter.run.transfer(geometry, layout, direction, host, device, host_list, device_list, test.get("layers"))
-        except Exception as error:
-            refusal = f"{_raised_at(error)}: {type(error).__name__}: {error}"
-    digest = suite.combined("host", *([sha256(data) for data in memory[side].views.values()] for side in SIDES))
+        refusal = _moved(adapter, deepcopy(group.geometry), deepcopy(test), memory)
+    left = {side: memory[side].copied() for side in SIDES}
+    digest = suite.combined("host", *([*map(sha256, left[side])] for side in SIDES))
     guards = [damage for side in SIDES for damage in memory[side].damaged()]
     if (bool(refusal), digest) in suite.right(group, test) and not guards:
         return Outcome(test["id"], "passed", bool(refusal), digest)
-    left = {side: [*memory[side].views.values()] for side in SIDES}
     reasons, differs = diagnosis.explain(group, test, refusal, left)
-    expected = adapter.why_expected(test["id"])
-    message = f"{test['id']}: {'; '.join([*reasons, *guards])}"
-    return Outcome(test["id"], "expected" if expected else "failed", bool(refusal), digest, message, differs)
+    reasons += [*_read_beside(left[plain.destination(test)]), *guards]
+    if any(memory[side].changed(left[side]) for side in SIDES):
+        reasons.append("its buffers changed after it returned")
+    return wrong(adapter, test, reasons, refused=bool(refusal), sha256=digest, differs=differs)
 
 
-def _raised_at(error: Exception) -> str:
+def wrong(adapter: Loaded, test: Json, reasons: Iterable[str], **known: Any) -> Outcome:
+    """A case that failed, expected or not."""
+    status = "expected" if adapter.why_expected(test["id"]) else "failed"
+    return Outcome(test["id"], status, message=f"{test['id']}: {'; '.join(reasons)}", **known)
+
+
+def _declined(adapter: Loaded, answer: object) -> str | None:
+    if answer is None or isinstance(answer, str):
+        return answer
+    raise NoAdapter(f"adapter {adapter.name!r}: capabilities must return None or text, got {answer!r}")
+
+
+def _moved(adapter: Loaded, geometry: Json, test: Json, memory: Mapping[str, Memory]) -> str | None:
+    """None, or what it raised."""
+    layout, direction = geometry["layout"], test["direction"]
+    host, device = (memory[side].handed() for side in SIDES)
+    host_list, device_list = (indices(geometry, test, side) for side in SIDES)
+    try:
+        adapter.run.transfer(geometry, layout, direction, host, device, host_list, device_list, test.get("layers"))
+    except Exception as error:
+        return _told(error)
+    return None
+
+
+def _told(error: BaseException) -> str:
+    return f"{_raised_at(error)}: {type(error).__name__}: {error}"
+
+
+def _raised_at(error: BaseException) -> str:
     """The file and line: a refusal that nobody meant is a mistake to be found."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     return f"{Path(frame.filename).name}:{frame.lineno}"
+
+
+def _read_beside(destination: Iterable[np.ndarray]) -> Iterator[str]:
+    """Guards are of a byte that no payload has: it arrives by reading them."""
+    if number := sum(np.count_nonzero(data == GUARD_BYTE) for data in destination):
+        yield f"{number} bytes of it were read beside the source"
 
 
 class Memory:
@@ -68,15 +112,26 @@ class Memory:
             view[:] = POISON if poisoned else full
             self._whole[buffer["name"]], self.views[buffer["name"]] = whole, view
 
+    def handed(self) -> Buffers:
+        """For an adapter: what it does to a name, a shape or a dtype stays with it."""
+        return MappingProxyType({name: view.view() for name, view in self.views.items()})
+
+    def copied(self) -> list[np.ndarray]:
+        return [view.copy() for view in self.views.values()]
+
+    def changed(self, copied: list[np.ndarray]) -> bool:
+        return not all(map(np.array_equal, self.views.values(), copied))
+
     def damaged(self) -> Iterator[str]:
         for name, whole in self._whole.items():
             first = self.views[name].ctypes.data - whole.ctypes.data
-            last = first + self.views[name].size
-            for where, at in ("before", np.arange(first)), ("after", np.arange(last, whole.size)):
-                touched = at[whole[at] != GUARD_BYTE]
+            guards = {"before": whole[:first][::-1], "after": whole[first + self.views[name].size :]}
+            for where, guard in guards.items():
+                touched = np.flatnonzero(guard != GUARD_BYTE) + 1  # 1: next to the buffer
                 if touched.size:
-                    distance = first - touched[-1] if where == "before" else touched[0] - last + 1
-                    yield f"{self.side} memory was written {distance} bytes {where} buffer {name}"
+                    size = f"{touched.size} bytes{' or more' if touched[-1] == guard.size else ''}"
+                    near = f"the nearest at distance {touched[0]}"
+                    yield f"{self.side} memory was written {where} buffer {name}: {size}, {near}"
 
 
 def indices(geometry: Json, test: Json, side: str) -> np.ndarray:
