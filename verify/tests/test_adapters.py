@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -24,11 +23,11 @@ from verify.adapters import diagnosis, protocol, report, runner, suite, wrong
 from verify.adapters.plain import Numpy, Task
 from verify.adapters.protocol import Expected, Loaded, NoAdapter
 from verify.adapters.suite import Outcome
+from verify.trial import ROOT, by_pytest, command, only
 
 pytestmark = pytest.mark.vectors
 
 Json = dict[str, Any]
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def results(adapter: Loaded, layouts: tuple[str, ...] = ()) -> list[tuple[suite.Group, Json, Outcome]]:
@@ -38,11 +37,6 @@ def results(adapter: Loaded, layouts: tuple[str, ...] = ()) -> list[tuple[suite.
 
 def failed(found: list[tuple[suite.Group, Json, Outcome]]) -> dict[str, str]:
     return {outcome.id: outcome.message for _, _, outcome in found if outcome.status == "failed"}
-
-
-def only(group: str, test: str = "") -> tuple[suite.Group, Json]:
-    (found,) = [g for g in suite.groups() if g.geometry["id"] == group]
-    return found, next(t for t in found.tests if t["id"].endswith(test))
 
 
 # ---- right ones
@@ -503,23 +497,6 @@ def compiled(folder: Path, *changes: Change) -> None:
     written(folder, "mover.c", *changes)
     written(folder, "pages_in_c.py")
     subprocess.run(["cc", "-O2", "-shared", "-fPIC", "mover.c", "-o", "mover.so"], cwd=folder, check=True, timeout=60)
-
-
-def command(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """As anybody runs it: elsewhere, with the project on the path."""
-    return subprocess.run(
-        [sys.executable, *arguments],
-        cwd=folder,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), "."]), "PYTHONDONTWRITEBYTECODE": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-
-
-def by_pytest(folder: Path, name: str, marker: str) -> subprocess.CompletedProcess[str]:
-    options = ["-p", "verify.plugin", "-p", "no:cacheprovider", "--hostpool-adapter", name, "-m", marker, "-rN"]
-    return command(folder, "-m", "pytest", *options)
 
 
 @pytest.mark.parametrize("language", ["python", "c"])

@@ -19,7 +19,7 @@ import pytest
 from verify.adapters import report, runner, suite
 from verify.adapters.plain import Numpy
 from verify.adapters.protocol import Json, Loaded
-from verify.tests.test_adapters import ROOT, by_pytest, command, only
+from verify.trial import ROOT, by_pytest, command, only
 
 pytestmark = pytest.mark.vectors
 

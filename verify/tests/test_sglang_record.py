@@ -21,7 +21,7 @@ from verify.adapters.sglang_record import became
 from verify.bench.gpu import sglang as times
 from verify.bench.provenance import ROOT, git
 from verify.findings.sglang_transfers import FILE
-from verify.tests.test_sglang_adapter import StandIn
+from verify.sglang_stand_in import StandIn
 
 pytestmark = pytest.mark.vectors
 
