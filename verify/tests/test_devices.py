@@ -736,7 +736,6 @@ RECORDS = sorted((devices_record.ROOT / "data" / "results").glob("*/devices.json
 AGAIN = "run `make verify-gpus` on a machine with several GPUs and commit data/results/<device>-x2/devices.json"
 
 
-@pytest.mark.xfail(strict=True, reason="the run on two H200 is still to be made that is recorded")
 def test_there_is_a_record() -> None:
     assert RECORDS, f"nothing on record: {AGAIN}"
 

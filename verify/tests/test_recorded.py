@@ -23,7 +23,6 @@ every_record = pytest.mark.parametrize(
 )
 
 
-@pytest.mark.xfail(strict=True, reason="the run on an H200 is still to be made that is recorded")
 def test_there_is_a_record() -> None:
     assert RECORDS, f"nothing on record: {AGAIN}"
 
