@@ -74,14 +74,15 @@ def descriptors(plan: Plan, layers: tuple[int | None, ...], items: Items) -> Des
     """Every run of the layers, merged where possible, addresses as the device sees them."""
     host_items, device_items = items.checked()
     order = np.argsort(host_items, kind="stable")
+    host_items, device_items = host_items[order], device_items[order]
     found = []
     for job in jobs(plan, layers):
-        host = job.host.addresses(host_items[order], job.offsets[0])
-        device = job.device.addresses(device_items[order], job.offsets[1])
+        host = job.host.addresses(host_items, job.offsets[0])
+        device = job.device.addresses(device_items, job.offsets[1])
         if job.keeps_page_together:  # page after page: the bus likes addresses that are near each other
             host, device = host.swapaxes(0, 1), device.swapaxes(0, 1)
         found.append(merged(host.reshape(-1), device.reshape(-1), job.run, plan.registrations)[:3])
-    host, device, nbytes = (np.concatenate(arrays) for arrays in zip(*found, strict=True))
+    host, device, nbytes = map(np.concatenate, zip(*found, strict=True))
     return device_addresses(plan.registrations, host), device, nbytes
 
 
@@ -112,14 +113,20 @@ def merged(
     registrations: tuple[Registration, ...],
     group: np.ndarray | None = None,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Runs that lie behind each other on both sides as one; the last array is the group of each.
+    """Runs that lie behind each other on both sides as one; the last array says at which run each begins.
 
     Not those that would cross a registration's edge (a copy may not), nor those of different groups.
     """
-    group = np.zeros(len(host), np.int64) if group is None else group
-    apart = (np.diff(host) != run) | (np.diff(other) != run) | (np.diff(group) != 0)
+    apart = (steps(host) != run) | (steps(other) != run)
+    if group is not None:
+        apart |= steps(group) != 0
     if len(registrations) > 1:
-        apart |= np.diff(registration_of(registrations, host)) != 0
-    first = np.concatenate([[0], np.flatnonzero(apart) + 1])
-    counts = np.diff(np.append(first, len(host)))
-    return host[first], other[first], (counts * run).astype(np.uint64), group[first]
+        apart |= steps(registration_of(registrations, host)) != 0
+    edges = np.concatenate(([0], np.flatnonzero(apart) + 1, [len(host)]))
+    first = edges[:-1]
+    return host[first], other[first], (steps(edges) * run).view(np.uint64), first
+
+
+def steps(array: np.ndarray) -> np.ndarray:
+    """From each element to the next one: `numpy.diff` without the time that it takes to look at its options."""
+    return array[1:] - array[:-1]

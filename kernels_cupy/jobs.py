@@ -13,6 +13,14 @@ from refimpl.plan import Loop, Move, Plan, Registration, loop_offsets
 from refimpl.runtime import Runtime
 
 
+def distances(items: np.ndarray, page: int, entries: int, entry_bytes: int) -> np.ndarray:
+    """Bytes (uint64) from item 0 to each of some items."""
+    if entries == 1:
+        return (items * page).view(np.uint64)
+    pages, within = np.divmod(items, entries)
+    return (pages * page + within * entry_bytes).view(np.uint64)
+
+
 @dataclass(frozen=True)
 class End:
     """One side of a job: where page 0 of each layer begins, and bytes to the next page and to the next entry."""
@@ -24,8 +32,7 @@ class End:
 
     def addresses(self, items: np.ndarray, offsets: np.ndarray) -> np.ndarray:
         """Of every run, `[layer, item, run in the item]`; `offsets` are those of runs from an item's start."""
-        pages, entries = np.divmod(items, self.entries)
-        places = (pages * self.page + entries * self.entry_bytes).astype(np.uint64)
+        places = distances(items, self.page, self.entries, self.entry_bytes)
         return self.starts[:, None, None] + places[:, None] + offsets
 
 
@@ -166,7 +173,7 @@ def registration_of(registrations: tuple[Registration, ...], addresses: np.ndarr
 
 def device_addresses(registrations: tuple[Registration, ...], addresses: np.ndarray) -> np.ndarray:
     """Host addresses as the device sees them."""
-    if not registrations:
-        return addresses
+    if one_offset(registrations):
+        return addresses + np.int64(offset(registrations[0])).view(np.uint64) if registrations else addresses
     offsets = np.array(list(map(offset, registrations)), np.int64).view(np.uint64)
     return addresses + offsets[registration_of(registrations, addresses)]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from kernels_cupy.jobs import End, Job, jobs, runs_and_bytes
+from kernels_cupy.jobs import End, Job, distances, jobs, runs_and_bytes
 from refimpl.plan import Loop, Plan
 
 
@@ -22,8 +22,7 @@ class Piece:
     entry_bytes: int
 
     def addresses(self, items: np.ndarray) -> np.ndarray:
-        pages, entries = np.divmod(items, self.entries)
-        return (self.begin + pages * self.page + entries * self.entry_bytes).astype(np.uint64)
+        return np.uint64(self.begin) + distances(items, self.page, self.entries, self.entry_bytes)
 
     @property
     def end(self) -> End:

@@ -174,14 +174,17 @@ class Staged:
         copies = []
         for begin, piece in zip(self._begins(found, most), found, strict=True):
             host = piece.addresses(items.host)
-            staging = (begin + halves * self.half_bytes + places * piece.nbytes).astype(np.uint64)
+            staging = (begin + halves * self.half_bytes + places * piece.nbytes).view(np.uint64)
             copies.append(merged(host, staging, piece.nbytes, plan.registrations, numbers))
-        host, staging, nbytes, chunk_of = (np.concatenate(arrays) for arrays in zip(*copies, strict=True))
-        host = device_addresses(plan.registrations, host)
+        host, staging, nbytes, first = map(np.concatenate, zip(*copies, strict=True))
+        order = np.argsort(first, kind="stable")  # every piece of a chunk, and then the next chunk
+        host, staging, nbytes = device_addresses(plan.registrations, host[order]), staging[order], nbytes[order]
+        firsts = range(0, len(items), most)
+        edges = np.searchsorted(first[order], [*firsts, len(items)])
         return [
-            Chunk(first, min(most, len(items) - first), int(halves[first]), host[mine], staging[mine], nbytes[mine])
-            for number, first in enumerate(range(0, len(items), most))
-            for mine in [chunk_of == number]
+            Chunk(begin, min(most, len(items) - begin), int(halves[begin]), host[mine], staging[mine], nbytes[mine])
+            for number, begin in enumerate(firsts)
+            for mine in [slice(edges[number], edges[number + 1])]
         ]
 
     def _begins(self, found: list[Piece], most: int) -> np.ndarray:

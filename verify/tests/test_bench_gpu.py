@@ -20,7 +20,7 @@ from refimpl.plan import Plan
 from refimpl.receipt import Receipt
 from verify.arena import ALIGNMENT, Arena
 from verify.bench.gpu import __main__ as program
-from verify.bench.gpu import cases, matmul, measure, report, targets
+from verify.bench.gpu import calls, cases, matmul, measure, report, targets
 from verify.bench.gpu.cases import Case, Mover, Portion
 from verify.bench.gpu.results import SCHEMA, Results, sglang
 from verify.bench.report import as_text
@@ -28,6 +28,7 @@ from verify.toys import TOYS
 
 EFFORT = measure.Effort(seconds=0, repeats=(2, 3), latencies=2, matmul=matmul.Loop(8, 2, 2))
 SIZES = (2000, 4000)
+COUNTS = (1, 3, 8)
 HERE = (Mover("torch"), Mover("torch", layerwise=True), Mover("one staging buffer"), Mover("memcpy one by one"))
 TOY = Case("toy", TOYS["mha"](2), pages=3)
 
@@ -38,7 +39,7 @@ def portion(movers: tuple[Mover, ...], *layouts: str, interference: bool = False
 
 def measured(portions: dict[str, Portion], platform: str = "cpu", path: Path | None = None) -> dict[str, Any]:
     results = Results(path, resume=True)
-    program.run(results, portions, platform, 0, EFFORT, SIZES)
+    program.run(results, portions, platform, 0, EFFORT, SIZES, COUNTS)
     return results.content
 
 
@@ -194,6 +195,7 @@ def test_the_gpu_backends_are_measured_on_an_emulated_device() -> None:
 def row(mover_rates: dict[str, float], run: int = 4096, piece: int = 0, direction: str = "backup") -> dict[str, Any]:
     return {
         "portion": "sglang",
+        "session": 0,
         "case": "MHA Llama-8B, page 64",
         "pool": "kv",
         "layout": "page_head",
@@ -235,7 +237,9 @@ def test_the_rate_that_a_row_must_reach(run: int, piece: int, direction: str, re
 
 
 def test_verdicts() -> None:
-    lines = targets.verdicts({"rows": [row({"kernel": 96, "auto": 94}), row({"kernel": 93, "auto": 50})]}, sglang())
+    lines = targets.verdicts(
+        {"sessions": [{}], "rows": [row({"kernel": 96, "auto": 94}), row({"kernel": 93, "auto": 50})]}, sglang()
+    )
     assert [line.split(";")[0] for line in lines] == [
         "MISSED: rate of the best backend, backup: 1 of 2",
         "met: submit of kernel: 2 of 2",
@@ -245,12 +249,37 @@ def test_verdicts() -> None:
     ]
 
 
+def single_calls(*batches: tuple[int, float], launch: float = 1e-5, event: float = 5e-6) -> list[dict[str, Any]]:
+    found = [("batch", count, seconds) for count, seconds in batches] + [("launch", 1, launch), ("event", 1, event)]
+    return [{"name": name, "count": count, "submit": {"median_s": seconds}} for name, count, seconds in found]
+
+
+def test_batches_between_those_that_were_measured_lie_on_a_line() -> None:
+    single = single_calls((1, 2e-5), (101, 12e-5), (1001, 102e-5))
+    found = [calls.batch_s(single, count) for count in (1, 51, 551, 2002, 2103)]
+    assert found == pytest.approx([2e-5, 7e-5, 57e-5, 204e-5, 216e-5])
+
+
+def test_a_submit_is_judged_without_what_the_driver_takes() -> None:
+    found: dict[str, Any] = row({"direct": 90, "staged": 90, "kernel": 90}) | {"portion": "descriptors"}
+    for cell, submit, kernels in zip(found["cells"], (250e-6, 1200e-6, 50e-6), (0, 4, 1), strict=True):
+        cell["submit"], cell["kernels"] = {"median_s": submit}, kernels
+    sessions = [{"calls": single_calls((1, 1e-4), (100, 2e-4))}]
+    lines = targets.verdicts({"sessions": sessions, "rows": [found]}, sglang())
+    assert [line for line in lines if "taken away" in line] == [
+        "met: submit of direct, the driver's calls taken away: 1 of 1; least 5e-05 of 0.0001 "
+        "(MHA Llama-8B, page 64 kv, page_head, backup)",
+        "MISSED: submit of staged, the driver's calls taken away: 0 of 1; least 0.000623 of 0.0005 "
+        "(MHA Llama-8B, page 64 kv, page_head, backup)",
+    ]
+
+
 def test_a_matmul_is_judged_beside_each_number_of_blocks() -> None:
     slowdowns = {"kernel, 1 block": 0.05, "kernel, 2 blocks": 0.06, "kernel, 4 blocks": 0.07, "kernel, 8 blocks": 0.5}
     beside: dict[str, Any] = row(dict.fromkeys(slowdowns, 90)) | {"portion": "matmul"}
     for cell in beside["cells"]:
         cell["interference"] = {"slowdown": slowdowns[cell["mover"]]}
-    assert [line.split(";")[0] for line in targets.verdicts({"rows": [beside]}, sglang())] == [
+    assert [line.split(";")[0] for line in targets.verdicts({"sessions": [{}], "rows": [beside]}, sglang())] == [
         "met: slowdown of a matmul by kernel, 1 block: 1 of 1",
         "met: slowdown of a matmul by kernel, 2 blocks: 1 of 1",
         "MISSED: slowdown of a matmul by kernel, 4 blocks: 0 of 1",

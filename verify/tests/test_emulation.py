@@ -269,9 +269,9 @@ def test_runs_are_joined_where_both_sides_go_on_and_nowhere_else() -> None:
         found = merged(host, device, 8, registrations, None if group is None else np.array(group))
         return list(zip(*(a.tolist() for a in found), strict=True))
 
-    assert joined() == [(100, 500, 16, 0), (116, 600, 8, 0), (200, 700, 16, 0), (300, 716, 8, 0)]
+    assert joined() == [(100, 500, 16, 0), (116, 600, 8, 2), (200, 700, 16, 3), (300, 716, 8, 5)]
     assert [row[2] for row in joined(one, two)] == [16, 8, 8, 8, 8]
-    assert joined(group=[3, 4, 4, 5, 5, 5])[:2] == [(100, 500, 8, 3), (108, 508, 8, 4)]
+    assert joined(group=[3, 4, 4, 5, 5, 5])[:2] == [(100, 500, 8, 0), (108, 508, 8, 1)]
 
 
 @pytest.mark.parametrize("backend", ["kernel", "direct", "staged"])

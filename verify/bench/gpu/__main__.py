@@ -12,7 +12,7 @@ from pathlib import Path
 from refimpl import LAYOUTS, presets
 from verify import arguments
 from verify.arena import Arena
-from verify.bench.gpu import cases, ceilings, measure, report, targets
+from verify.bench.gpu import calls, cases, ceilings, measure, report, targets
 from verify.bench.gpu.clock import clock
 from verify.bench.gpu.measure import Bench, Effort
 from verify.bench.gpu.results import Results, plain, sglang
@@ -46,6 +46,7 @@ def run(
     seed: int,
     effort: Effort,
     sizes: tuple[int, ...] = ceilings.SIZES,
+    counts: tuple[int, ...] = calls.COUNTS,
     commit: str | None = None,
     budget_s: float = math.inf,
 ) -> None:
@@ -55,12 +56,14 @@ def run(
     """
     deadline = time.monotonic() + budget_s
     ticking = clock(platform)
-    arena = Arena(max(ceilings.memory_needed(sizes), measure.memory_needed(list(portions.values()))))
+    needed = ceilings.memory_needed(sizes), calls.memory_needed(counts), measure.memory_needed([*portions.values()])
+    arena = Arena(max(needed))
     try:
         with ticking.session():
             limits = ceilings.measure(ticking, arena, sizes)
             settings = {"platform": platform, "seed": seed, "portions": list(portions), "effort": asdict(effort)}
-            session = results.begin(command_line("verify.bench.gpu"), settings, limits, commit)
+            single = calls.measure(ticking, arena, counts)
+            session = results.begin(command_line("verify.bench.gpu"), settings, limits, single, commit)
             bench = Bench(ticking, arena, effort, seed, session, [plain(asdict(limit)) for limit in limits])
             for name, portion in portions.items():
                 _measure(results, bench, name, portion, deadline)

@@ -18,6 +18,15 @@ class Ceiling:
 
 
 @dataclass
+class Call:
+    """A call of the runtime alone: a "batch" of `count` copies, a "launch", or an "event" and a wait for it."""
+
+    name: str
+    count: int
+    submit: Timing
+
+
+@dataclass
 class Interference:
     """A loop of matmuls alone and with transfers beside it throughout, in alternation.
 

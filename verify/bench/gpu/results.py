@@ -14,11 +14,12 @@ from typing import Any
 import torch
 
 from verify.bench.gpu.measure import Key, key
-from verify.bench.gpu.record import Ceiling, Row
+from verify.bench.gpu.record import Call, Ceiling, Row
 from verify.bench.provenance import ROOT, provenance
 
 SCHEMA = ROOT / "data" / "schemas" / "bench_gpu.schema.json"
 SGLANG = ROOT / "data" / "results" / "sglang-0.5.23-h200.json"
+SGLANG_HERE = "sglang_rates.json"  # of `verify.bench.gpu.sglang`, in the folder of a result file of the same GPU
 
 Content = dict[str, Any]
 
@@ -33,11 +34,21 @@ class Results:
             self.content = json.loads(path.read_text(encoding="utf-8"))
 
     def begin(
-        self, command: list[str], settings: dict[str, Any], ceilings: list[Ceiling], commit: str | None = None
+        self,
+        command: list[str],
+        settings: dict[str, Any],
+        ceilings: list[Ceiling],
+        calls: list[Call],
+        commit: str | None = None,
     ) -> int:
         """A new session; its position."""
         source = provenance(command, settings["seed"], commit) | {"gpu": gpu()}
-        session = {"provenance": source, "settings": settings, "ceilings": [asdict(c) for c in ceilings]}
+        session = {
+            "provenance": source,
+            "settings": settings,
+            "ceilings": [asdict(c) for c in ceilings],
+            "calls": [asdict(c) for c in calls],
+        }
         self.content["sessions"].append(plain(session))
         return len(self.content["sessions"]) - 1
 
@@ -68,9 +79,16 @@ def plain(value: Any) -> Any:
     return json.loads(json.dumps(value))
 
 
-def sglang() -> Content:
-    """SGLang's measured figures, as fractions of the memcpy of their own run."""
-    return json.loads(SGLANG.read_text(encoding="utf-8"))
+def sglang(beside: Path | None = None) -> Content:
+    """SGLang's published figures, as fractions of the memcpy of their own run.
+
+    beside  a result file; `here` are the figures that were measured on the same GPU, if its folder has such
+    """
+    content = json.loads(SGLANG.read_text(encoding="utf-8"))
+    measured = beside and beside.with_name(SGLANG_HERE)
+    if measured and measured.exists():
+        content["here"] = json.loads(measured.read_text(encoding="utf-8"))["rows"]
+    return content
 
 
 def gpu() -> Content | None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from verify.bench.gpu import calls
 from verify.bench.gpu.cases import KIB, MIB, Mover
 from verify.bench.gpu.recommend import lasting
 
@@ -73,8 +74,10 @@ def checks(content: Content, sglang: Content) -> Iterator[Check]:
             yield from _rates(row)
         if row["portion"] in (*FULL, "descriptors"):
             yield from _submits(row)
+            yield from _submits_beside_calls(row, content["sessions"][row["session"]].get("calls", []))
         if row["portion"] == "sglang":
-            yield from _against(row, sglang)
+            yield from _against(row, sglang["figures"], "against SGLang's choice")
+            yield from _against(row, sglang.get("here", ()), "against SGLang's choice, measured here")
         if row["portion"] == "blocks":
             yield from _blocks(row)
         yield from _slowdowns(row)
@@ -116,14 +119,16 @@ def _rates(row: Content) -> Iterator[Check]:
         yield Check(f"rate of the best backend, {row['direction']}", name(row), _fraction(fastest), bound)
 
 
-def _against(row: Content, sglang: Content) -> Iterator[Check]:
-    """Ahead of SGLang's own choice where that is poor, hardly behind where it is good."""
+def _against(row: Content, figures: Sequence[Content], target: str) -> Iterator[Check]:
+    """Ahead of SGLang's own choice where that is poor, hardly behind where it is good; each of its own ceiling."""
     ours = {
         "all layers": [cell for cell in measured(row) if cell["mover"] == "auto"],
         "by layer": [cell for cell in row["cells"] if cell["layerwise"] and cell["status"] == "measured"],
     }
-    for figure in sglang["figures"]:
+    for figure in figures:
         if not figure["chosen"] or any(figure[k] != row[k] for k in ("case", "layout", "direction")):
+            continue
+        if figure["fraction"] is None:  # it could not be measured
             continue
         poor, theirs = figure["fraction"] < SGLANG_GOOD, figure["fraction"]
         bound = theirs if poor else theirs - SGLANG_BEHIND
@@ -131,7 +136,7 @@ def _against(row: Content, sglang: Content) -> Iterator[Check]:
             if cells:
                 value = max(map(_fraction, cells))
                 subject = f"{name(row)}, SGLang's {figure['path']}"
-                yield Check(f"against SGLang's choice, {how}", subject, value, bound, strictly=poor)
+                yield Check(f"{target}, {how}", subject, value, bound, strictly=poor)
 
 
 def _blocks(row: Content) -> Iterator[Check]:
@@ -178,6 +183,18 @@ def _submits(row: Content) -> Iterator[Check]:
         if bound:
             subject = f"{name(row)}, {cell['descriptors']} descriptors"
             yield Check(f"submit of {cell['mover']}", subject, cell["submit"]["median_s"], bound, at_least=False)
+
+
+def _submits_beside_calls(row: Content, single: list[Content]) -> Iterator[Check]:
+    """The same without what the driver takes for the calls alone, where the session measured these."""
+    for cell in measured(row) if single else []:
+        chunks = max(cell["kernels"], 1)
+        driver = chunks * calls.batch_s(single, cell["descriptors"] / chunks)
+        driver += cell["kernels"] * (calls.call_s(single, "launch") + 2 * calls.call_s(single, "event"))
+        bound = {"direct": 100e-6, "staged": 0.5e-3 * row["payload_bytes"] / (256 * MIB)}.get(cell["mover"])
+        if bound:
+            value = cell["submit"]["median_s"] - driver
+            yield Check(f"submit of {cell['mover']}, the driver's calls taken away", name(row), value, bound, False)
 
 
 def _slowdowns(row: Content) -> Iterator[Check]:

@@ -1,0 +1,79 @@
+"""What single calls take of the host: a backend that makes them cannot take less.
+
+Timed as transfers are, behind a held stream. A batched copy costs so much to begin and so much for each descriptor, all
+of it inside the driver; the verdicts of `targets` take that away from what `direct` and `staged` need to submit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from kernels_cupy.runtimes import runtime
+from kernels_cupy.specs import CHECK_INDICES
+from refimpl.runtime import Runtime
+from verify.arena import Arena
+from verify.bench.gpu.clock import Clock, Run
+from verify.bench.gpu.record import Call
+from verify.bench.record import Timing
+
+COUNTS = (1, 16, 256, 4096)  # descriptors of a batch
+RUN = 8 << 10  # bytes of each
+SAMPLES = 20
+
+
+def measure(clock: Clock, arena: Arena, counts: Sequence[int] = COUNTS) -> list[Call]:
+    """Copies to the host in batches of several sizes, a launch that finds nothing to do, and an event that is awaited.
+
+    Nothing where the CPU moves the bytes.
+    """
+    if clock.platform == "cpu":
+        return []
+    arena.reset()
+    device = runtime(clock.platform)
+    host = arena.map(memory_needed(counts))
+    source = device.empty(memory_needed(counts))
+    found = []
+    for name, count, run in _calls(device, host.data_ptr(), source.data_ptr(), counts):
+        warm = clock.series(_again(run), 2, 0).submit_s[-1]
+        found.append(Call(name, count, Timing(clock.series(_again(run), SAMPLES, SAMPLES * warm).submit_s)))
+    device.record(device.current()).synchronize()  # the memory is somebody else's next
+    return found
+
+
+def memory_needed(counts: Sequence[int] = COUNTS) -> int:
+    """Bytes of host memory that `measure` takes: between two runs lies room for one, so that none is joined."""
+    return 2 * max(counts) * RUN
+
+
+def batch_s(calls: Sequence[dict[str, Any]], descriptors: float) -> float:
+    """Seconds of batched copies with so many descriptors: between two measured batches on a straight line."""
+    known = sorted((call["count"], call["submit"]["median_s"]) for call in calls if call["name"] == "batch")
+    counts, seconds = zip(*known, strict=True)
+    full, rest = divmod(descriptors, counts[-1])
+    return full * seconds[-1] + (float(np.interp(rest, counts, seconds)) if rest else 0.0)
+
+
+def call_s(calls: Sequence[dict[str, Any]], name: str) -> float:
+    """Seconds of a call of that name."""
+    return next(call["submit"]["median_s"] for call in calls if call["name"] == name)
+
+
+def _calls(device: Runtime, to: int, source: int, counts: Sequence[int]) -> Iterator[tuple[str, int, Run]]:
+    stream = device.current()
+    for count in counts:
+        places = np.arange(count, dtype=np.uint64) * np.uint64(2 * RUN)
+        nbytes = np.full(count, RUN, np.uint64)
+        ends = np.uint64(to) + places, np.uint64(source) + places
+        yield "batch", count, lambda ends=ends, nbytes=nbytes: device.copy(stream, *ends, nbytes)
+    device.compile()
+    nothing = np.zeros((), CHECK_INDICES)
+    nothing["page_size"] = 1
+    yield "launch", 1, lambda: device.launch(stream, "check_indices", 1, nothing)
+    yield "event", 1, lambda: device.wait(stream, device.record(stream))
+
+
+def _again(run: Run) -> Callable[[], Run]:
+    return lambda: run
