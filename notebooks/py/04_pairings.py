@@ -17,7 +17,7 @@
 # - The layout decides how long the contiguous runs are, and so which backends can be fast.
 # - Differences within measurement noise are called level, and no advice rests on them.
 #
-# The answer comes first, the evidence after it. With a GPU, running all cells begins by measuring *this* machine, in under five minutes. Without one, you see the committed results of an H200, in the same cells and pictures. To choose another model, change the next cell or set environment variables of the same names (`make run NB=notebooks/04_pairings.ipynb MODEL=deepseek-v4-flash`). A model that is not on the list is [further down](#A-model-that-nobody-measured).
+# The answer comes first, the evidence after it. With a GPU, running all cells begins by measuring *this* machine, in under five minutes. Without one, you see the committed results of an H200, in the same cells and pictures. To choose another model, change the next cell or set environment variables of the same names (`make run NB=notebooks/04_pairings.ipynb MODEL=deepseek-v4-flash`). A model that is not on the list is [further down](#A-model-that-nobody-measured), and so is [a second GPU](#A-second-GPU-of-the-same-host).
 
 # %%
 import os
@@ -38,6 +38,7 @@ import statistics
 
 import book
 import pairings
+import ranks
 import torch
 
 import refimpl
@@ -48,6 +49,7 @@ from verify.audit import costs
 from verify.bench import noise
 from verify.bench.gpu import here, nearest, recommend, results
 from verify.bench.gpu.cases import name_of
+from verify.bench.gpu.ranks import report
 
 WAYS = recommend.BACKENDS
 ACROSS = (*WAYS, "auto")
@@ -280,6 +282,47 @@ else:
     lacks("transfers beside a matmul")
 
 # %% [markdown]
+# ## A second GPU of the same host
+#
+# So far one process moved bytes on one GPU. Under tensor parallelism each GPU has a rank, and all of them back up and load at the same time, into one host's memory. Here every rank is measured alone, and again while the other one moves bytes as well, the same way or the other way. **On this host two ranks hardly slow each other down, whichever backend moves the bytes; most of what is slow beside another rank is slow alone as well.**
+#
+# These results are the committed ones too, with all their models, unless the folder given as `RESULTS` has a `ranks.json`. `make bench-gpus` measures the GPUs of your host.
+
+# %%
+source, of_ranks = ranks.shown(RESULTS)
+if of_ranks:
+    book.say(ranks.label(source, of_ranks))
+    marks = ranks.points(of_ranks)
+    ranks.draw(marks)
+    print("digest of what is drawn:", book.digest(marks))
+    book.table(*ranks.kept(of_ranks))
+else:
+    book.say("Not among these results: several GPUs of one host. `make bench-gpus` measures them.")
+
+# %% [markdown]
+# A mark is one rank with one pool, layout and backend. The table has medians over all of them: what a rank keeps of its own rate alone, and then what both reach together, in percent of what plain copies of both reach together. A backend that is slow alone is so there as well.
+
+# %%
+if of_ranks:
+    told = [*report.sentences(of_ranks), ranks.tested(source)]
+    book.say(*(f"- {sentence}." for sentence in told))
+    if without := list(report.without_rates(of_ranks)):
+        book.say(f"Cells without a rate: {len(without)}.", *(f"- {line}" for line in without))
+
+# %% [markdown]
+# Which rates are low, then, although nobody else moves bytes? *One GPU* is the committed results of a single GPU on another machine: the same pool with all its heads, whose runs are longer than those of a rank. *Described* is how fast the host of that machine would have described the runs of the rank to its copy engine.
+
+# %%
+alone = ranks.slow(of_ranks, committed) if of_ranks else []
+if alone:
+    print(f"ranks that are alone, and below {report.LOW} % of a plain copy; GB/s\n")
+    book.table(["pool", "layout", "path", "ranks", "one GPU", "described", "fastest of a rank"], alone)
+elif of_ranks:
+    book.say(f"No rank that is alone stays below {report.LOW} % of a plain copy.")
+
+# %% [markdown]
+# Where *described* is as low as the ranks' rates, their short runs are the reason: the host sets the pace, as [above](#Every-pairing). Where it is higher, run lengths do not explain the rates: the machines differ, and these results do not tell in what. The table inside `auto` is that of one machine and knows nothing of such a difference. `make calibrate` measures another table where you are.
+#
 # ## What to take
 #
 # The rules behind the advice, so that you can disagree with them:
@@ -342,7 +385,7 @@ else:
 # ## What this does not tell
 #
 # - How much faster a server gets. A load competes with computing and may hide behind it: [08_load_while_computing](08_load_while_computing.ipynb).
-# - How ranks that share a bus or a host's memory slow each other down. One process on one GPU was measured.
+# - How ranks slow each other down on a host whose GPUs share a switch, or where a rank's memory is on the other NUMA node. The [two GPUs above](#A-second-GPU-of-the-same-host) are those of one host.
 # - What storage behind the host wants. A layout that keeps a page in one piece suits it better, whatever the bus says: [01_layouts](01_layouts.ipynb).
 #
 # ## What was checked

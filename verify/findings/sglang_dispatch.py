@@ -76,5 +76,5 @@ def loads_of_page_rows(figures: Figures | None = None) -> Finding:
         confirmed=max(taken) < SLOW and min(others) > FAST,
         consequence="These pools leave the kernels that are compiled when needed aside (can_use_jit is False), though "
         "rows of 8,448 bytes fit them; rows of 37,376 bytes exceed their stage of 32 KiB.",
-        measure=f"{MEASURE}, which takes rows of 8,448 and 37,440 B",
+        measure=MEASURE,
     )

@@ -276,7 +276,7 @@ def test_pools_of_the_same_rows_are_one_cell_whatever_their_name() -> None:
         ([], "SGLang: "),
         (["--model", "llama-3.1-8b", "--page-size", "1"], "staged, a copy a page"),
         (["--model", "qwen3-8b"], "not measured"),
-        (["--page-size", "16"], "MLA DeepSeek-V3, page 16"),
+        (["--page-size", "16"], "deepseek-v3, page 16"),
     ],
 )
 def test_the_command_prints_a_table(arguments: list[str], shown: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -246,6 +246,8 @@ def test_verdicts() -> None:
         "MISSED: against SGLang's choice, all layers: 1 of 2",
         "MISSED: auto against the best backend: 1 of 2",
         "MISSED: share of rows in which auto is within 3 %: 0 of 1",
+        "MISSED: auto against the best backend, the host's time counted: 1 of 2",
+        "MISSED: share of rows in which auto is within 3 %, the host's time counted: 0 of 1",
     ]
 
 

@@ -94,31 +94,112 @@ def test_reports_are_made_of_what_was_measured(content: Answer) -> None:
     (first, *backends) = report.kept(content).body
     assert first[0] == "plain copy"
     assert sorted(line[0] for line in backends) == ["direct", "kernel", "staged"]
+    assert all(f"{sentence}." in text for sentence in report.sentences(content))
     title = report.title(content)
     for c in content["ceilings"]:
         if c["play"] == "same":
             assert f"both {c['directions'][0]} {c['sum_gb_per_s']:.1f} GB/s" in title
 
 
-def test_backends_that_lose_least_come_first() -> None:
-    def play(*kept: float) -> Answer:
-        return {"play": "opposite", "directions": ["backup", "load"], "kept": list(kept), "percent_of_ceiling": 50.0}
+def plays_of(kept: float, load_beside_backup: float | None = None) -> list[Answer]:
+    """Of two ranks that reach 10 GB/s alone; beside each other they keep so much of it."""
+    least = load_beside_backup or kept
+    keeps = {"same": {"backup": kept, "load": kept}, "opposite": {"backup": kept, "load": least}}
 
-    def both(direction: str, kept: float) -> Answer:
-        return {"play": "same", "directions": [direction] * 2, "kept": [kept] * 2, "percent_of_ceiling": 40.0}
-
-    def cell(backend: str, kept: float) -> Answer:
+    def played(play: Play) -> Answer:
+        kept = [keeps[play.name][way] for way in play.directions if way] if play.name in keeps else None
+        rates = [10.0 * (kept[at] if kept else 1) if way else None for at, way in enumerate(play.directions)]
         return {
-            "backend": backend,
-            "status": "measured",
-            "plays": [both("backup", kept), both("load", kept), play(kept, kept)],
+            "play": play.name,
+            "directions": list(play.directions),
+            "gb_per_s": rates,
+            "sum_gb_per_s": sum(rate or 0 for rate in rates),
+            "kept": kept,
+            "percent_of_ceiling": {"alone": 90.0, "same": 40.0, "opposite": 50.0}[play.name],
         }
 
-    ceilings = [dict(p, sum_gb_per_s=9.0) for p in cell("", 1.0)["plays"]]
-    rows = [{"cells": [cell("direct", 0.5), cell("kernel", 0.9), {"backend": "staged", "status": "failed"}]}]
-    found = report.kept({"devices": [{"device": "one", "gpu": None}], "ceilings": ceilings, "rows": rows}).body
+    return [played(play) for play in plays(2)]
+
+
+def of_backends(plain: float = 1.0, **plays: list[Answer]) -> Answer:
+    """The content of a result file with one row, and a cell without a rate."""
+    cells: list[Answer] = [
+        {"backend": name, "status": "measured", "path": [name] * 2, "descriptors": [1, 1], "plays": played}
+        for name, played in plays.items()
+    ]
+    late = {"backend": "late", "status": "left out", "reason": "the time was up", "plays": []}
+    return {
+        "settings": {"payload_bytes": 1 << 20, "samples": 2},
+        "devices": [{"device": f"emulated:{at}", "gpu": None, "numa_node": None} for at in range(2)],
+        "ceilings": plays_of(plain),
+        "rows": [{"case": "toy", "pool": "kv", "layout": "page_first", "cells": [*cells, late]}],
+    }
+
+
+def test_backends_that_lose_least_come_first() -> None:
+    found = report.kept(of_backends(direct=plays_of(0.5), kernel=plays_of(0.9, load_beside_backup=0.8))).body
     assert [line[0] for line in found] == ["plain copy", "kernel", "direct"]
-    assert found[1][2:] == ["90", "90", "90", "40", "40", "50"]
+    assert found[1][1:] == ["1", "90", "90", "90", "80", "40", "40", "50"]
+
+
+def told(content: Answer, beginning: str) -> str:
+    (found,) = [sentence for sentence in report.sentences(content) if sentence.startswith(beginning)]
+    return found
+
+
+@pytest.mark.parametrize(("plain", "shared"), [(1.0, False), (0.98, False), (0.96, True), (0.5, True)])
+def test_a_bottleneck_is_told_where_plain_copies_lose_more_than_noise(plain: float, shared: bool) -> None:
+    sentence = told(of_backends(plain), "Plain copies")
+    assert f"{plain:.1%} (both backup), {plain:.1%} (both load), {plain:.1%} (opposite)" in sentence
+    assert ("The GPUs share a bottleneck" in sentence) is shared
+    assert ("the GPUs share no bottleneck" in sentence) is not shared
+
+
+def test_backends_are_ranked_only_where_noise_does_not_level_them() -> None:
+    near = of_backends(direct=plays_of(0.97), kernel=plays_of(0.99, load_beside_backup=0.9))
+    sentence = told(near, "Of its rate alone")
+    assert "99.0% by kernel, 97.0% by direct (all level within noise)" in sentence
+    assert "Most is lost by a load beside a backup" in sentence
+    assert "97.0% by direct, 90.0% by kernel (direct loses least), and plain copies 100.0%" in sentence
+    three = of_backends(direct=plays_of(0.98), kernel=plays_of(0.99), staged=plays_of(0.5))
+    assert "50.0% by staged (kernel and direct level within noise)" in told(three, "Of its rate alone")
+
+
+def test_ranks_that_lose_much_are_counted_and_doubted_where_others_gain() -> None:
+    assert told(of_backends(direct=plays_of(0.95)), "None of the 8 rates").endswith("10% below the rate alone")
+    slow, slower = (plays_of(0.95, load_beside_backup=kept) for kept in (0.8, 0.6))
+    sentence = told(of_backends(staged=slow, direct=slower, kernel=plays_of(1.05)), "Of the 24 rates")
+    assert "4 are more than 10% below the rate alone (toy kv 4)" in sentence
+    assert sentence.endswith("a load of toy kv in page_first by direct beside a backup: 60% of it")
+    doubted = told(of_backends(direct=slower, kernel=plays_of(1.2)), "Of the 16 rates")
+    assert "But 8 are as far above it" in doubted
+
+
+def test_placement_is_told_where_the_machine_shows_it() -> None:
+    content = of_backends()
+    assert told(content, "This machine shows no NUMA node").endswith("was not tested")
+    for node, device in enumerate(content["devices"]):
+        device["numa_node"] = node
+    assert told(content, "The GPUs are on").endswith("NUMA nodes 0, 1")
+
+
+def test_what_is_slow_alone_is_told_for_each_direction_and_cell_without_the_other_ranks() -> None:
+    content = of_backends(direct=plays_of(0.5), kernel=plays_of(0.5))
+    direct, kernel = (cell["plays"] for cell in content["rows"][0]["cells"][:2])
+    assert report.slow_alone(content) == []
+    direct[2]["percent_of_ceiling"] = 70.0  # a load of the first rank
+    (found,) = report.slow_alone(content)
+    assert [(rate.direction, rate.path, rate.beside, rate.percent_of_ceiling) for rate in found] == [
+        ("load", "direct", None, 70.0),
+        ("load", "direct", None, 90.0),
+    ]
+    kernel[1]["percent_of_ceiling"] = 60.0
+    assert [rates[0].direction for rates in report.slow_alone(content)] == ["load", "backup"]
+
+
+def test_cells_without_a_rate_are_named_with_their_reason() -> None:
+    (line,) = report.without_rates(of_backends(direct=plays_of(1.0)))
+    assert line == "toy kv page_first late: left out: the time was up"
 
 
 def test_a_rank_keeps_a_share_of_its_own_rate_alone() -> None:
@@ -344,3 +425,15 @@ def test_committed_results_are_clean_and_whole(path: Path) -> None:
     assert found["provenance"]["commit"]
     assert found["provenance"]["dirty"] is False
     assert {cell["status"] for row in found["rows"] for cell in row["cells"]} <= {"measured", "left out"}
+
+
+@pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.parent.name)
+def test_committed_ranks_do_what_the_book_says_of_them(path: Path) -> None:
+    """Notebook 04: ranks hardly slow each other down, and most of what is slow beside another is slow alone."""
+    found = json.loads(path.read_text(encoding="utf-8"))
+    _, *backends = report.kept(found).body
+    assert min(int(share) for line in backends for share in line[2:6]) > 100 * (1 - report.MUCH)
+    plain = statistics.median(c["sum_gb_per_s"] for c in found["ceilings"] if c["play"] == "alone")
+    limit = plain * report.LOW / 100
+    slow = [rate for rate in report.each(found) if rate.beside and rate.gb_per_s < limit]
+    assert sum(rate.gb_per_s / rate.kept < limit for rate in slow) > len(slow) / 2

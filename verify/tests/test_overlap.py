@@ -315,7 +315,6 @@ def test_the_curve_is_that_of_the_prediction() -> None:
     assert [curve[ratio] for ratio in (0.5, 1.0, 64.0)] == pytest.approx([0.45, 0.9, 0.9])
 
 
-@pytest.mark.xfail(strict=True, reason="the run on an H200 is still to be made that has the time for every model")
 def test_committed_results_are_whole() -> None:
     path, found = here.shown("overlap", "committed")
     jsonschema.validate(found, json.loads(program.SCHEMA.read_text()))

@@ -1,10 +1,8 @@
-"""What SGLang did on a GPU is on record: whole, of these vectors, of a commit. How it is made; what is timed."""
+"""What SGLang did on a GPU is on record: whole, of these vectors, of a commit. How it is made."""
 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable
 from functools import cache
@@ -14,14 +12,12 @@ from typing import Any
 import jsonschema
 import pytest
 
-from verify.adapters import protocol, report, runner, sglang_pieces, sglang_record, suite
+from verify.adapters import protocol, report, runner, sglang_record, suite
 from verify.adapters.plain import Null, Numpy
 from verify.adapters.protocol import Buffers, Json
 from verify.adapters.sglang_record import became
-from verify.bench.gpu import sglang as times
-from verify.bench.provenance import ROOT, git
+from verify.bench.provenance import git
 from verify.findings.sglang_transfers import FILE
-from verify.sglang_stand_in import StandIn
 
 pytestmark = pytest.mark.vectors
 
@@ -236,38 +232,3 @@ def test_a_commit_that_did_not_make_the_reports_is_refused(
     assert sglang_record.main(asked) == 2
     assert said in capsys.readouterr().err
     assert not out.exists()
-
-
-# ---- what is timed
-
-PAYLOAD = 4 << 20
-
-
-class Idle(StandIn):
-    """Takes every call and moves nothing."""
-
-    def _ops(self, *_: Any, **__: Any) -> None:
-        pass
-
-    _one = _staged = _ops
-
-
-@pytest.mark.parametrize(("kernels", "right"), [(StandIn, True), (Idle, False)])
-def test_a_work_is_right_if_its_bytes_have_moved(
-    kernels: type[StandIn], right: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sglang_pieces, "piece", lambda _: kernels())
-    for work in times.works("cpu", PAYLOAD):
-        assert not work.right()
-        work.run()
-        assert work.right() == (right or work.name.startswith("memcpy")), work.name
-
-
-def test_without_sglang_or_a_gpu_nothing_is_measured(tmp_path: Path) -> None:
-    if times.why_not_here() is None:
-        pytest.skip("this machine has both")
-    command = ["-m", "verify.bench.gpu.sglang", "--out", str(tmp_path / "times.json")]
-    done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 2
-    assert done.stderr.strip() == times.why_not_here()
-    assert not [*tmp_path.iterdir()]

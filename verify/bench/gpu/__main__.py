@@ -35,7 +35,7 @@ def main(argv: list[str] | None = None) -> int:
     content = results.content
     for name in dict.fromkeys(row["portion"] for row in content["rows"]):
         print(as_text(report.table(content, name)), end="\n\n")
-    print(*targets.verdicts(content, sglang()), sep="\n")
+    print(*targets.verdicts(content, sglang(args.out)), sep="\n")
     return int(any(cell["status"] in ("wrong", "failed") for row in content["rows"] for cell in row["cells"]))
 
 

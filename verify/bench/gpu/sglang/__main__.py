@@ -1,0 +1,98 @@
+"""python -m verify.bench.gpu.sglang: what SGLang's own choice reaches here, in every row of its published table.
+
+Names are those of SGLang 0.5.23. Streams are held, as in the rest of this benchmark.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from verify.adapters import sglang_pieces
+from verify.adapters.protocol import Json
+from verify.arena import Arena
+from verify.arguments import Parser
+from verify.bench.gpu import ceilings, results
+from verify.bench.gpu.cases import PAYLOAD, Portion, portions
+from verify.bench.gpu.clock import Clock, clock
+from verify.bench.gpu.measure import Bench, Effort, memory_needed
+from verify.bench.gpu.sglang.calls import PIECES
+from verify.bench.gpu.sglang.measure import Row, rows, wanted
+from verify.bench.provenance import ROOT, command_line, provenance
+
+SCHEMA = ROOT / "data" / "schemas" / "sglang_rates.schema.json"
+SEED = 0
+
+
+def run(
+    out: Path,
+    ticking: Clock,
+    portion: Portion,
+    figures: Sequence[Json],
+    effort: Effort,
+    sizes: tuple[int, ...] = ceilings.SIZES,
+    commit: str | None = None,
+) -> Json:
+    """Measure every figure; the file (see `data/schemas/sglang_rates.schema.json`) is written anew after each."""
+    arena = Arena(max(ceilings.memory_needed(sizes), memory_needed([portion])))
+    try:
+        with ticking.session():
+            limits = [results.plain(asdict(limit)) for limit in ceilings.measure(ticking, arena, sizes)]
+            content: Json = {
+                "provenance": provenance(command_line("verify.bench.gpu.sglang"), SEED, commit)
+                | {"gpu": results.gpu()},
+                "versions": sglang_pieces.versions(PIECES),
+                "ceilings": limits,
+                "rows": [],
+            }
+            bench = Bench(ticking, arena, effort, SEED, 0, limits)
+            for row in rows(bench, portion, figures):
+                print(line(row), flush=True)
+                content["rows"].append(results.plain(asdict(row)))
+                _write(out, content)
+    finally:
+        arena.close()
+    return content
+
+
+def line(row: Row) -> str:
+    if row.timing is None:
+        said = f"{row.status}: {row.reason}"
+    else:
+        held = "" if row.held in (True, None) else ", not held"
+        said = f"{row.gb_per_s:.2f} GB/s, {row.fraction:.4f}, {len(row.timing.samples_s)} samples{held}"
+    return f"{row.case}, {row.layout}, {row.direction}, {row.path}{'' if row.chosen else ' (not chosen)'}: {said}"
+
+
+def _write(out: Path, content: Json) -> None:
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(results.as_text(content), encoding="utf-8")
+
+
+def why_not_here() -> str | None:
+    absent = [why for why in map(sglang_pieces.why_absent, PIECES) if why]
+    if absent:
+        return f"SGLang 0.5.23 is needed: {absent[0]}"
+    return None if torch.cuda.is_available() else "a CUDA device is needed, and there is none"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code: 0, 1 where a function raised or moved other bytes, 2 where nothing can be measured."""
+    parser = Parser(prog="python -m verify.bench.gpu.sglang", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE.json", help="versions, and all samples")
+    parser.add_argument("--commit", metavar="SHA", help="of a clean tree, where there is no git to ask")
+    options = parser.parse_args(argv)
+    if why := why_not_here():
+        print(why, file=sys.stderr)
+        return 2
+    figures = wanted(results.sglang()["figures"])
+    content = run(options.out, clock("cuda"), portions(PAYLOAD)["sglang"], figures, Effort(), commit=options.commit)
+    return int(any(row["status"] != "measured" for row in content["rows"]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
