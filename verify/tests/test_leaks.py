@@ -133,7 +133,7 @@ def leaves_nothing(stack: Stack, operations: int, record_property: Record) -> No
         "growth of pinned memory, bytes": after.pinned_bytes - before.pinned_bytes,
     }
     for name, figure in figures.items():
-        record_property(name, figure)
+        record_property(f"{stack.host.pools['kv'].backend}: {name}", figure)
     print("; ".join(f"{name}: {figure:,}" for name, figure in figures.items()))
 
     assert traffic.failed > operations // 1000

@@ -7,6 +7,7 @@ of it inside the driver; the verdicts of `targets` take that away from what `dir
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from verify.bench.record import Timing
 
 COUNTS = (1, 16, 256, 4096)  # descriptors of a batch
 RUN = 8 << 10  # bytes of each
+APART = 8  # runs lie so many times their bytes apart, as pages of a pool do: an address costs the driver a look-up
 SAMPLES = 20
 
 
@@ -33,8 +35,8 @@ def measure(clock: Clock, arena: Arena, counts: Sequence[int] = COUNTS) -> list[
         return []
     arena.reset()
     device = runtime(clock.platform)
-    host = arena.map(memory_needed(counts))
-    source = device.empty(memory_needed(counts))
+    nbytes = memory_needed(counts)
+    host, source = arena.map(nbytes), device.empty(nbytes)
     found = []
     for name, count, run in _calls(device, host.data_ptr(), source.data_ptr(), counts):
         warm = clock.series(_again(run), 2, 0).submit_s[-1]
@@ -44,8 +46,8 @@ def measure(clock: Clock, arena: Arena, counts: Sequence[int] = COUNTS) -> list[
 
 
 def memory_needed(counts: Sequence[int] = COUNTS) -> int:
-    """Bytes of host memory that `measure` takes: between two runs lies room for one, so that none is joined."""
-    return 2 * max(counts) * RUN
+    """Bytes of host memory that `measure` takes."""
+    return APART * max(counts) * RUN
 
 
 def batch_s(calls: Sequence[dict[str, Any]], descriptors: float) -> float:
@@ -62,17 +64,21 @@ def call_s(calls: Sequence[dict[str, Any]], name: str) -> float:
 
 
 def _calls(device: Runtime, to: int, source: int, counts: Sequence[int]) -> Iterator[tuple[str, int, Run]]:
-    stream = device.current()
+    stream, random = device.current(), np.random.default_rng(0)
     for count in counts:
-        places = np.arange(count, dtype=np.uint64) * np.uint64(2 * RUN)
         nbytes = np.full(count, RUN, np.uint64)
-        ends = np.uint64(to) + places, np.uint64(source) + places
-        yield "batch", count, lambda ends=ends, nbytes=nbytes: device.copy(stream, *ends, nbytes)
+        there, here = (np.uint64(begin) + _places(random, count, max(counts)) for begin in (to, source))
+        yield "batch", count, partial(device.copy, stream, there, here, nbytes)
     device.compile()
     nothing = np.zeros((), CHECK_INDICES)
     nothing["page_size"] = 1
     yield "launch", 1, lambda: device.launch(stream, "check_indices", 1, nothing)
     yield "event", 1, lambda: device.wait(stream, device.record(stream))
+
+
+def _places(random: np.random.Generator, count: int, most: int) -> np.ndarray:
+    """Scattered over all of the memory, each run in a place of its own."""
+    return (random.permutation(most)[:count] * APART * RUN).astype(np.uint64)
 
 
 def _again(run: Run) -> Callable[[], Run]:
