@@ -14,7 +14,7 @@ from refimpl.runtime import Runtime
 
 
 def distances(items: np.ndarray, page: int, entries: int, entry_bytes: int) -> np.ndarray:
-    """Bytes (uint64) from item 0 to each of some items."""
+    """Bytes (uint64) from item 0 to each of some items (int64, as `indices.check` makes them)."""
     if entries == 1:
         return (items * page).view(np.uint64)
     pages, within = np.divmod(items, entries)
@@ -173,7 +173,7 @@ def registration_of(registrations: tuple[Registration, ...], addresses: np.ndarr
 
 def device_addresses(registrations: tuple[Registration, ...], addresses: np.ndarray) -> np.ndarray:
     """Host addresses as the device sees them."""
-    if one_offset(registrations):
-        return addresses + np.int64(offset(registrations[0])).view(np.uint64) if registrations else addresses
     offsets = np.array(list(map(offset, registrations)), np.int64).view(np.uint64)
+    if not offsets.any():
+        return addresses
     return addresses + offsets[registration_of(registrations, addresses)]

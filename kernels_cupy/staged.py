@@ -15,6 +15,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -170,21 +171,21 @@ class Staged:
         assert isinstance(items.host, np.ndarray)
         numbers, places = np.divmod(np.arange(len(items)), most)
         halves = (numbers + self._turn) % HALVES
-        self._turn += -(-len(items) // most)
+        firsts = range(0, len(items), most)
+        self._turn += len(firsts)
         copies = []
         for begin, piece in zip(self._begins(found, most), found, strict=True):
             host = piece.addresses(items.host)
             staging = (begin + halves * self.half_bytes + places * piece.nbytes).view(np.uint64)
             copies.append(merged(host, staging, piece.nbytes, plan.registrations, numbers))
-        host, staging, nbytes, first = map(np.concatenate, zip(*copies, strict=True))
-        order = np.argsort(first, kind="stable")  # every piece of a chunk, and then the next chunk
+        host, staging, nbytes, at_item = map(np.concatenate, zip(*copies, strict=True))
+        chunk_of = at_item // most
+        order = np.argsort(chunk_of, kind="stable")  # the first chunk's, piece after piece, and then the next one's
         host, staging, nbytes = device_addresses(plan.registrations, host[order]), staging[order], nbytes[order]
-        firsts = range(0, len(items), most)
-        edges = np.searchsorted(first[order], [*firsts, len(items)])
+        edges = np.searchsorted(chunk_of[order], range(len(firsts) + 1)).tolist()
         return [
-            Chunk(begin, min(most, len(items) - begin), int(halves[begin]), host[mine], staging[mine], nbytes[mine])
-            for number, begin in enumerate(firsts)
-            for mine in [slice(edges[number], edges[number + 1])]
+            Chunk(item, min(most, len(items) - item), int(halves[item]), host[a:b], staging[a:b], nbytes[a:b])
+            for item, (a, b) in zip(firsts, pairwise(edges), strict=True)
         ]
 
     def _begins(self, found: list[Piece], most: int) -> np.ndarray:

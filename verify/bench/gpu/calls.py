@@ -1,17 +1,18 @@
-"""What single calls take of the host: a backend that makes them cannot take less.
+"""What single calls of the runtime take of the host: a backend that makes them cannot take less.
 
-Timed as transfers are, behind a held stream. A batched copy costs so much to begin and so much for each descriptor, all
-of it inside the driver; the verdicts of `targets` take that away from what `direct` and `staged` need to submit.
+Timed as transfers are, behind a held stream. A batched copy costs so much to begin and so much for each descriptor,
+nearly all of it inside the driver. The verdicts of `targets` take that away from what backends need to submit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
 
+from kernels_cupy.copy_engine import BATCH
 from kernels_cupy.runtimes import runtime
 from kernels_cupy.specs import CHECK_INDICES
 from refimpl.runtime import Runtime
@@ -20,7 +21,7 @@ from verify.bench.gpu.clock import Clock, Run
 from verify.bench.gpu.record import Call
 from verify.bench.record import Timing
 
-COUNTS = (1, 16, 256, 4096)  # descriptors of a batch
+COUNTS = (1, 16, 256, BATCH)  # descriptors of a batch, the most that backends put into one among them
 RUN = 8 << 10  # bytes of each
 APART = 8  # runs lie so many times their bytes apart, as pages of a pool do: an address costs the driver a look-up
 SAMPLES = 20
@@ -37,10 +38,10 @@ def measure(clock: Clock, arena: Arena, counts: Sequence[int] = COUNTS) -> list[
     device = runtime(clock.platform)
     nbytes = memory_needed(counts)
     host, source = arena.map(nbytes), device.empty(nbytes)
-    found = []
-    for name, count, run in _calls(device, host.data_ptr(), source.data_ptr(), counts):
-        warm = clock.series(_again(run), 2, 0).submit_s[-1]
-        found.append(Call(name, count, Timing(clock.series(_again(run), SAMPLES, SAMPLES * warm).submit_s)))
+    found = [
+        _timed(clock, name, count, run)
+        for name, count, run in _calls(device, host.data_ptr(), source.data_ptr(), counts)
+    ]
     device.record(device.current()).synchronize()  # the memory is somebody else's next
     return found
 
@@ -50,8 +51,11 @@ def memory_needed(counts: Sequence[int] = COUNTS) -> int:
     return APART * max(counts) * RUN
 
 
-def batch_s(calls: Sequence[dict[str, Any]], descriptors: float) -> float:
-    """Seconds of batched copies with so many descriptors: between two measured batches on a straight line."""
+def batch_s(calls: Sequence[dict[str, Any]], descriptors: int) -> float:
+    """Seconds of batched copies with so many descriptors (one at least), in full batches of the largest and a rest.
+
+    Between two measured batches they lie on a straight line.
+    """
     known = sorted((call["count"], call["submit"]["median_s"]) for call in calls if call["name"] == "batch")
     counts, seconds = zip(*known, strict=True)
     full, rest = divmod(descriptors, counts[-1])
@@ -63,23 +67,27 @@ def call_s(calls: Sequence[dict[str, Any]], name: str) -> float:
     return next(call["submit"]["median_s"] for call in calls if call["name"] == name)
 
 
+def _timed(clock: Clock, name: str, count: int, run: Run) -> Call:
+    """Pairs, whose second call counts: the first behind a hold finds caches cold, and a queue has room for few."""
+    warm = clock.series(lambda: run, 2, 0).submit_s[-1]
+    pairs = [clock.series(lambda: run, 2, 2 * warm) for _ in range(SAMPLES)]
+    held = all(pair.held for pair in pairs) if pairs[0].held is not None else None
+    return Call(name, count, Timing([pair.submit_s[-1] for pair in pairs]), held)
+
+
 def _calls(device: Runtime, to: int, source: int, counts: Sequence[int]) -> Iterator[tuple[str, int, Run]]:
     stream, random = device.current(), np.random.default_rng(0)
     for count in counts:
         nbytes = np.full(count, RUN, np.uint64)
-        there, here = (np.uint64(begin) + _places(random, count, max(counts)) for begin in (to, source))
+        there, here = (np.uint64(begin) + places(random, count, max(counts)) for begin in (to, source))
         yield "batch", count, partial(device.copy, stream, there, here, nbytes)
     device.compile()
     nothing = np.zeros((), CHECK_INDICES)
     nothing["page_size"] = 1
-    yield "launch", 1, lambda: device.launch(stream, "check_indices", 1, nothing)
+    yield "launch", 1, partial(device.launch, stream, "check_indices", 1, nothing)
     yield "event", 1, lambda: device.wait(stream, device.record(stream))
 
 
-def _places(random: np.random.Generator, count: int, most: int) -> np.ndarray:
-    """Scattered over all of the memory, each run in a place of its own."""
+def places(random: np.random.Generator, count: int, most: int) -> np.ndarray:
+    """Bytes (uint64) to so many runs, scattered over the memory of `most`, each in a place of its own."""
     return (random.permutation(most)[:count] * APART * RUN).astype(np.uint64)
-
-
-def _again(run: Run) -> Callable[[], Run]:
-    return lambda: run

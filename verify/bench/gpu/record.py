@@ -19,11 +19,15 @@ class Ceiling:
 
 @dataclass
 class Call:
-    """A call of the runtime alone: a "batch" of `count` copies, a "launch", or an "event" and a wait for it."""
+    """A call of the runtime alone: a "batch" of `count` copies, a "launch", or an "event" and a wait for it.
+
+    held  all were submitted before the device began; None where there is no device
+    """
 
     name: str
     count: int
     submit: Timing
+    held: bool | None
 
 
 @dataclass
