@@ -11,10 +11,12 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Any
 
 import numpy as np
@@ -26,7 +28,7 @@ from kernels_cupy.runtimes import runtime
 from kernels_cupy.specs import HASH
 from kernels_cupy.staged import HALVES
 from refimpl.device_pool import DevicePool
-from refimpl.devices import platform_of, settled
+from refimpl.devices import number_of, platform_of, settled
 from refimpl.geometry import Component, PoolSpec
 from refimpl.host_pool import HostPool
 from refimpl.indices import slots_of
@@ -164,17 +166,50 @@ def _held(port: Runtime, transfer: Transfer, count: int, hold: float) -> float:
     return port.seconds(begin, end)
 
 
-def main() -> None:
+def why_not(device: str) -> str:
+    """Why there is nothing to calibrate by that name, or nothing. Emulated devices have no speed worth a table."""
+    try:
+        name = settled(device)
+    except ValueError as error:
+        return str(error)
+    if platform_of(name) != "cuda":
+        return f"GPUs are calibrated, and {device!r} is none: write 'cuda:1' for the second, 'cuda' for the current one"
+    if not torch.cuda.is_available():
+        return "a CUDA device is needed, and there is none"
+    count = torch.cuda.device_count()
+    return "" if number_of(name) < count else f"there is no {device}: the last GPU here is cuda:{count - 1}"
+
+
+def place(path: Path) -> Path:
+    """A file to write to. `OSError` where that cannot be done: its folder is made and tried before measuring."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with NamedTemporaryFile(prefix=path.name, dir=path.parent):
+        if path.exists() and not path.is_file():
+            raise OSError(f"nothing can be written to {str(path)!r}: it is no file")
+    return path
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code 2 where nothing can be measured or written."""
     parser = argparse.ArgumentParser(prog="python -m kernels_cupy.calibrate", description=__doc__)
     parser.add_argument("--out", type=Path, metavar="FILE.json", help="write there, and not into the cache folder")
     parser.add_argument("--device", default="cuda", metavar="cuda:N", help="default: the current one")
-    options = parser.parse_args()
-    path = options.out or cache_folder() / table_path(options.device).name
+    options = parser.parse_args(argv)
+    if why := why_not(options.device):
+        print(why, file=sys.stderr)
+        return 2
+    try:
+        path = place(options.out or cache_folder() / table_path(options.device).name)
+        runtime(options.device)
+    except (OSError, ImportError) as error:
+        print(error, file=sys.stderr)
+        return 2
     unfinished = path.with_suffix(".unfinished")
     unfinished.write_text(json.dumps(measure(options.device), indent=1) + "\n", encoding="utf-8")
     unfinished.replace(path)
     print(path)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -14,27 +14,37 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from refimpl.support import BACKENDS, DIRECTIONS
+from verify.bench import files
 from verify.bench.gpu import recommend
 from verify.bench.gpu.ranks import report
 from verify.bench.provenance import ROOT, origin
 
 Content = dict[str, Any]
 
+RANKS = files.Form(files.SCHEMAS / "ranks.schema.json")
 COMMITTED = ROOT / "data" / "results" / "h200-x2" / "ranks.json"
 PLAIN = "plain copy"
 PLAYS = {  # of a rank, as marks that differ in shape
     "alone": ("#0072B2", "o"),
-    "beside one of the same direction": ("#E69F00", "s"),
-    "beside one of the opposite direction": ("#009E73", "^"),
+    "all in one direction": ("#E69F00", "s"),
+    "in opposite directions": ("#009E73", "^"),
 }
 NAMES = dict(zip(("alone", "same", "opposite"), PLAYS, strict=True))
 
 
 def shown(source: str) -> tuple[Path, Content | None]:
-    """The file of ranks in the folder `source`, or else the committed one, and what it holds if it is there."""
+    """The file of ranks in the folder `source`, or else the committed one, and what it holds if it is there.
+
+    `NoResults` where it is another one's, or damaged.
+    """
     own = ROOT / source / COMMITTED.name
     path = own if own.exists() else COMMITTED
-    return path, json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+    if not path.exists():
+        return path, None
+    try:
+        return path, files.read(path, RANKS)[1]
+    except files.NoResults as fault:
+        raise files.NoResults(f"{fault}; delete it, or run make bench-gpus") from fault
 
 
 def label(path: Path, content: Content) -> str:
@@ -81,9 +91,8 @@ def draw(found: Mapping[str, Mapping[str, Mapping[str, Sequence[float]]]]) -> Fi
         for at, of_play in enumerate(of_backend.values()):
             for column, (play, (colour, marker)) in enumerate(PLAYS.items()):
                 rates, x = of_play[play], at + 0.27 * (column - 1)
-                xs = [
-                    x + 0.035 * (number % 3 - 1) for number in range(len(rates))
-                ]  # equal ones would hide each other
+                # Equal rates would hide each other.
+                xs = [x + 0.035 * (number % 3 - 1) for number in range(len(rates))]
                 ax.plot(xs, rates, marker=marker, color=colour, ls="", mfc="none", mew=1, ms=4.5)
                 ax.plot([x - 0.11, x + 0.11], [statistics.median(rates)] * 2, color="black", ls="-", marker="")
         ax.set_xticks(range(len(of_backend)), of_backend)
@@ -108,8 +117,8 @@ def kept(content: Content) -> tuple[list[str], list[list[object]]]:
 def slow(content: Content, bench: Content) -> list[list[str]]:
     """What ranks move slowly even alone: GB/s of each; of one GPU that moves all heads; what that host describes.
 
-    A rank's runs are shorter than those of all heads, so its host has more of them to describe. The last column is
-    the fastest backend of a rank.
+    Where ranks split the heads their runs are shorter than those of all heads, so a host has more of them to
+    describe. The last column is the fastest backend of a rank.
     """
     return [
         [
@@ -140,7 +149,7 @@ def _fastest(content: Content, slow: report.Rate) -> str:
     """The backend with the highest median over layouts, of ranks that are alone."""
     found: dict[str, list[float]] = {}
     for rate in report.each(content):
-        alike = (rate.pool, rate.direction, rate.beside) == (slow.pool, slow.direction, None)
+        alike = (rate.pool, rate.direction, rate.beside) == (slow.pool, slow.direction, ())
         if alike and rate.cell["backend"] != "auto":  # which is one of the others
             found.setdefault(rate.path, []).append(rate.gb_per_s)
     medians = {path: statistics.median(rates) for path, rates in found.items()}

@@ -12,6 +12,7 @@ import numpy as np
 import psutil
 import torch
 
+from refimpl.geometry import is_int
 from refimpl.indices import check, slots_of
 
 
@@ -178,6 +179,8 @@ class Budget:
     """
 
     def __init__(self, total: int) -> None:
+        if not is_int(total) or total < 0:
+            raise ValueError(f"a budget is a whole number of bytes, got {total!r}")
         self.total = total
         self._lock = threading.RLock()
         self._booked: Counter[str] = Counter()
@@ -191,6 +194,8 @@ class Budget:
 
         What the machine has and what the limits of its control groups (a container's, say) leave: the less counts.
         """
+        if not is_int(ranks) or ranks < 1:
+            raise ValueError(f"memory is shared by one rank or more, got {ranks!r}")
         available = min([psutil.virtual_memory().available, *_headrooms(cgroups)])
         return cls(max(available - reserve, 0) // ranks)
 

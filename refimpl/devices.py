@@ -20,6 +20,8 @@ def platform_of(device: str) -> str:
     >>> platform_of("cuda:1"), platform_of("cpu")
     ('cuda', 'cpu')
     """
+    if not isinstance(device, str):
+        raise ValueError(f"{device!r} names no device: write 'cuda:1' for the second GPU, 'cpu', 'emulated'")
     return device.partition(":")[0]
 
 

@@ -55,7 +55,8 @@ class HostBuffers:
         blocks, self._blocks, self.storage, self.closed = self._blocks, [], [], True
         call_all(block.close for block in blocks)
 
-    def _require_open(self) -> None:
+    def require_open(self) -> None:
+        """`ValueError` if it was closed."""
         if self.closed:
             raise ValueError(f"pool {self.spec.name!r} is closed")
 
@@ -80,7 +81,7 @@ class HostBuffers:
 
     def _upstream(self) -> list[tuple[Buffer, list[torch.Tensor]]]:
         """The storage under upstream's shapes."""
-        self._require_open()
+        self.require_open()
         return [
             (buffer, [t.view(upstream_shape(buffer, self.spec.family, self.layout)) for t in tensors])
             for buffer, tensors in self.storage
@@ -88,7 +89,7 @@ class HostBuffers:
 
     def part_views(self, component: str, layer: int | None) -> tuple[torch.Tensor, ...]:
         """One layer as `[page, token, group, head, lane]` views, one for each part that the lanes are cut into."""
-        self._require_open()
+        self.require_open()
         c = self.spec.component(component)
         if layer not in self.spec.layers_of(c):
             raise KeyError(f"{component} of pool {self.spec.name!r} owns no layer {layer}")
@@ -156,7 +157,7 @@ class HostBuffers:
 
         Page rows and states come as `[layer, *row]`, side states as `[*row]`.
         """
-        self._require_open()
+        self.require_open()
         if not 0 <= page < self.num_pages:
             raise IndexError(f"pool {self.spec.name!r} has pages 0..{self.num_pages - 1}, there is no page {page}")
         return {c.name: self._page_of(c.name, page) for c in self.spec.components}
@@ -218,7 +219,7 @@ class HostBuffers:
 
         `ValueError` where they do not, or where those of some component cannot be shared out evenly.
         """
-        self._require_open()
+        self.require_open()
         counts = self._outer_heads()
         if not counts or split < 1 or any(count % split for count in counts):
             raise ValueError(
@@ -251,7 +252,7 @@ class HostBuffers:
 
     def _pieces(self) -> list[tuple[int, int, int]]:
         """`(layer position, address of page 0, bytes)` of each contiguous piece of a page, in storage order."""
-        self._require_open()
+        self.require_open()
         pieces = []
         for buffer, tensors in self.storage:
             outside = buffer.axes[: buffer.axes.index("page")]
@@ -268,7 +269,7 @@ class HostBuffers:
         return sorted({math.prod(b.extents[axis] for axis in axes) for b, _ in self.storage}) if axes else []
 
     def _page_at(self, index: int) -> int:
-        self._require_open()
+        self.require_open()
         page, inside = divmod(index, self.page_size)
         if inside or not 0 <= page < self.num_pages:
             raise ValueError(

@@ -106,7 +106,7 @@ class HostPool(HostBuffers):
         memory = memory or HostMemory(CudaRegistrar(self.platform) if pinned else None)
         super().__init__(spec, layout, setup.num_pages, memory, registration_limit)
         for block in self._blocks:
-            block.close_after(self._mover.close)
+            block.close_after(self._finish)
         if pinned:
             self._require_pinned()
 
@@ -132,7 +132,7 @@ class HostPool(HostBuffers):
 
     def alloc(self, need: int) -> torch.Tensor | None:
         """`need` slots (whole pages) as an int64 CPU tensor, or None when the pool is too full."""
-        self._require_open()
+        self.require_open()
         if self.spec.indices_from:
             raise ValueError(f"pool {self.spec.name!r} owns no indices, allocate them in {self.spec.indices_from!r}")
         return self._slots.alloc(need)
@@ -195,7 +195,7 @@ class HostPool(HostBuffers):
         direction       "backup" or "load"
         single_entries  indices count the entries inside page rows, not tokens
         """
-        self._require_open()
+        self.require_open()
         if device.spec != self.spec:
             raise ValueError(f"host pool {self.spec} and device pool {device.spec} are not of one spec")
         if direction not in self.paths:
@@ -246,7 +246,7 @@ class HostPool(HostBuffers):
 
     def _plan(self, device: DevicePool, single_entries: bool) -> Plan:
         """Made anew when the device's buffers do not lie where they lay: an engine may have moved them."""
-        self._require_open()
+        self.require_open()
         plans, addresses = self._plans.setdefault(device, {}), device.addresses()
         if single_entries not in plans or plans[single_entries][0] != addresses:
             plans[single_entries] = addresses, make_plan(self, device, single_entries)

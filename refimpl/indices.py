@@ -85,7 +85,7 @@ def check_pair(
     """
     for side, given in (("host", host_indices), ("device", device_indices)):
         if given is not None:
-            _require_list(given, page_size, side)
+            require_list(given, page_size, side)
     if host_indices is None or device_indices is None:
         if any(given is not None and given.numel() for given in (host_indices, device_indices)):
             raise ValueError("one index list is None while the other one is not empty")
@@ -116,7 +116,7 @@ def check(indices: torch.Tensor, page_size: int, num_pages: int, side: str, uniq
     side    what the list is called in errors
     unique  whether a page may be named only once
     """
-    _require_list(indices, page_size, side)
+    require_list(indices, page_size, side)
     slots = indices.cpu().numpy().astype(np.int64).reshape(-1, page_size)
     starts: np.ndarray = slots[:, 0]
     _refuse(starts, starts % page_size != 0, f"{side} index {{}} begins a page but is no multiple of {page_size}")
@@ -130,8 +130,8 @@ def check(indices: torch.Tensor, page_size: int, num_pages: int, side: str, uniq
     return pages
 
 
-def _require_list(indices: torch.Tensor, page_size: int, side: str) -> None:
-    """What can be said of a list without reading it."""
+def require_list(indices: torch.Tensor, page_size: int, side: str) -> None:
+    """What can be said of a list without reading it: `TypeError`, or `ValueError` with what it should be."""
     if not isinstance(indices, torch.Tensor):
         raise TypeError(
             f"{side} indices must be a 1-D int64 or int32 tensor, got {indices!r:.80}; torch.as_tensor() makes one"

@@ -9,6 +9,7 @@ the device is known when the load is acknowledged, not before.
 
 from __future__ import annotations
 
+from refimpl.geometry import is_int
 from refimpl.runtime import Event, Runtime, Stream
 
 SETS = 3
@@ -68,8 +69,8 @@ class LayerDone:
 
     def require(self, layer: int) -> None:
         """`ValueError` for a layer that there is not."""
-        if not 0 <= layer < self.layers:
-            raise ValueError(f"there is no layer {layer}: the stack has layers 0..{self.layers - 1}")
+        if not is_int(layer) or not 0 <= layer < self.layers:
+            raise ValueError(f"there is no layer {layer!r}: the stack has layers 0..{self.layers - 1}")
 
     def _over(self, producer: int) -> bool:
         """Whether a load has arrived so long ago that its events are another's."""

@@ -10,6 +10,7 @@ import torch
 
 from refimpl.geometry import PoolSpec
 from refimpl.host_pool import HostPool
+from refimpl.indices import require_list
 from refimpl.teardown import call_all
 from refimpl.windows import Window
 
@@ -28,6 +29,12 @@ class PoolTransfer:
     name: str
     host_indices: torch.Tensor | None = None
     device_indices: torch.Tensor | Window | None = None
+
+    def __post_init__(self) -> None:
+        if self.host_indices is not None:
+            require_list(self.host_indices, 1, f"pool {self.name!r}: host")
+        if self.device_indices is not None and not isinstance(self.device_indices, Window):
+            require_list(self.device_indices, 1, f"pool {self.name!r}: device")
 
     def lists(self) -> tuple[torch.Tensor | None, torch.Tensor | Window | None]:
         return self.host_indices, self.device_indices
@@ -141,6 +148,11 @@ class HostPoolGroup:
         unknown = [name for name in names if name not in self.pools]
         if unknown:
             raise ValueError(f"no pools {unknown} in this group, it has {list(self.pools)}")
+
+    def require_open(self) -> None:
+        """`ValueError` if one of its pools was closed."""
+        for pool in self.pools.values():
+            pool.require_open()
 
     def release(self, transfers: Sequence[PoolTransfer]) -> int:
         """Free the slots of resolved transfers; what a sidecar took over is not its own. Returns the slots freed."""

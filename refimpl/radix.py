@@ -33,8 +33,9 @@ from torch.nn.functional import pad
 
 from refimpl.allocator import PageAllocator
 from refimpl.controller import Controller
+from refimpl.geometry import is_int
 from refimpl.host_pool import HostPool
-from refimpl.indices import check
+from refimpl.indices import check, require_list
 from refimpl.operations import DESTINATION, Ack
 from refimpl.pool_group import PoolTransfer
 
@@ -139,7 +140,11 @@ class PrefixCache:
         self._riders = {name: [n for n in group.pools if group.owner(n) == name] for name in group.pools}
         self.states = [name for name, pool in group.pools.items() if pool.spec.keeps_states]
         self.rows = [n for n in group.pools if group.owner(n) == n and n not in (self.anchor, *self.states)]
-        wrong = {name: window for name, window in self.windows.items() if name not in self.rows or window < 0}
+        wrong = {
+            name: window
+            for name, window in self.windows.items()
+            if name not in self.rows or not is_int(window) or window < 0
+        }
         if wrong:
             raise ValueError(f"windows {wrong}: there are windows of {self.rows}, of 0 tokens and more")
         self.early: list[Ack] = []  # backups that ended before a load of what they are of: nothing until that has ended
@@ -203,8 +208,9 @@ class PrefixCache:
                the last whole page are not taken. Lists and tokens are copied.
 
         `ValueError`, and nothing is done, for slots that are not whole pages in order, are not allocated, or are kept
-        by a tree already: but for those of a match, named for the tokens that they are of.
+        by a tree already: but for those of a match, named for the tokens that they are of. Nor once a pool is closed.
         """
+        self.controller.host.require_open()
         key = self._whole_pages(tokens)
         self._require_slots(len(tokens), slots)
         self._require_nobody_elses(key, len(tokens), slots)
@@ -229,9 +235,9 @@ class PrefixCache:
             if name not in (self.anchor, *self.rows, *self.states):
                 raise ValueError(f"pool {name!r} owns no slots that a prefix could have")
             most = 1 if name in self.states else tokens
-            if given.dim() != 1 or given.device.type != "cpu":
-                what = f"{tuple(given.shape)} on {given.device}"
-                raise ValueError(f"pool {name!r}: slots must be a 1-D tensor on the CPU, got one of shape {what}")
+            require_list(given, 1, f"pool {name!r}:")
+            if given.device.type != "cpu":
+                raise ValueError(f"pool {name!r}: slots must lie on the CPU, got a list on {given.device}")
             if len(given) > most or (name == self.anchor and len(given) != tokens):
                 raise ValueError(f"pool {name!r}: {len(given)} slots for {tokens} tokens")
             if name in self.rows and len(given) and (tokens - len(given)) % self.page_size:

@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import NoReturn
 
 import torch
 
 from refimpl.allocator import Budget
-from refimpl.geometry import PoolSpec
+from refimpl.geometry import PoolSpec, is_int
 from refimpl.host_pool import HostPool
 from refimpl.layout import Buffer
 from refimpl.pinned import Block, HostMemory
@@ -26,7 +27,8 @@ class RankPool(HostPool):
     It moves bytes like a pool of its own, to and from a device pool with `part(whole.spec, ranks)`. Memory and slots
     are those of `whole`, which waits for its ranks when it is closed.
 
-    whole    the pool with all heads; its memory must be pinned for a rank that copies on a GPU
+    whole    the pool with all heads, or a rank that is shared out again; its memory must be pinned for a rank that
+             copies on a GPU
     rank     from 0 on, in order of heads
     backend  of this rank, as `platform` and what follows (see `HostPool`); None: the whole pool's
     """
@@ -42,11 +44,13 @@ class RankPool(HostPool):
         device_budget: Budget | None = None,
         blocks: int | None = None,
     ) -> None:
+        if not isinstance(whole, HostPool):
+            raise TypeError(f"ranks share a HostPool, got {whole!r:.80}")
         spec = part(whole.spec, ranks)
-        if not 0 <= rank < ranks:
-            raise ValueError(f"there is no rank {rank} of {ranks}: they are numbered 0..{ranks - 1}")
+        if not is_int(rank) or not 0 <= rank < ranks:
+            raise ValueError(f"there is no rank {rank!r} of {ranks}: they are numbered 0..{ranks - 1}")
         self.whole, self.rank = whole, rank
-        whole._require_open()
+        whole.require_open()
         super().__init__(
             spec,
             whole.layout,
@@ -59,8 +63,8 @@ class RankPool(HostPool):
             blocks=blocks,
         )
         self._slots = whole.allocator
-        for block in whole._blocks:
-            block.close_after(self._mover.close)
+        for block in whole._memory():
+            block.close_after(self._finish)
 
     def _tensors(self, buffer: Buffer, memory: HostMemory, limit: int | None) -> list[torch.Tensor]:
         """Views of the whole pool's."""
@@ -72,16 +76,24 @@ class RankPool(HostPool):
     def _memory(self) -> list[Block]:
         return self.whole._memory()
 
-    def _require_open(self) -> None:
-        self.whole._require_open()
-        super()._require_open()
+    def require_open(self) -> None:
+        self.whole.require_open()
+        super().require_open()
 
     @contextmanager
     def _in_use(self) -> Iterator[None]:
         with self.whole._in_use(), super()._in_use():
             yield
 
+    @property
+    def kv_buffer(self) -> torch.Tensor | list[torch.Tensor]:
+        """`ValueError`: what upstream registers is contiguous."""
+        self._refuse()
+
     def _pieces(self) -> list[tuple[int, int, int]]:
+        self._refuse()
+
+    def _refuse(self) -> NoReturn:
         raise ValueError(
             f"rank {self.rank} owns a part of every page of pool {self.spec.name!r}: ask the whole pool where its "
             f"pages lie, get_split_heads_page_buffer_meta() tells it rank by rank"
@@ -90,8 +102,8 @@ class RankPool(HostPool):
 
 def part(spec: PoolSpec, ranks: int) -> PoolSpec:
     """What one of `ranks` stores of a pool: fewer heads. `ValueError` where they cannot be shared out evenly."""
-    if ranks < 2:
-        raise ValueError(f"pool {spec.name!r} is shared by two ranks or more, got {ranks}")
+    if not is_int(ranks) or ranks < 2:
+        raise ValueError(f"pool {spec.name!r} is shared by two ranks or more, got {ranks!r}")
     without = [c.name for c in spec.components if c.heads is None]
     if without or not spec.components:
         raise ValueError(f"pool {spec.name!r}: {', '.join(without) or 'it'} has no heads, every rank stores all of it")

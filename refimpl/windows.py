@@ -11,6 +11,8 @@ from typing import Literal, get_args
 
 import torch
 
+from refimpl.indices import require_list
+
 When = Literal["queued", "running"]
 WHEN: tuple[When, ...] = get_args(When)
 
@@ -32,6 +34,8 @@ class Window:
     def __post_init__(self) -> None:
         if self.when not in WHEN:
             raise ValueError(f"a window is looked up when {' or '.join(map(repr, WHEN))}, got {self.when!r}")
+        require_list(self.full, 1, "a window's full")
+        require_list(self.mapping, 1, "a window's mapping:")
 
     def numel(self) -> int:
         return self.full.numel()

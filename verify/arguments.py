@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import NoReturn
 
 UNITS = {"": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
@@ -42,6 +44,28 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def seconds(text: str) -> float:
+    """A time that has an end.
+
+    >>> seconds("0"), seconds("1.5")
+    (0.0, 1.5)
+    """
+    try:
+        found = float(text)
+    except ValueError:
+        found = math.nan
+    if not 0 <= found < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a number of seconds, 0 or more, got {text!r}")
+    return found
+
+
+def seed(text: str) -> int:
+    """What every generator of random numbers takes."""
+    if not re.fullmatch(r"\d{1,18}", text):
+        raise argparse.ArgumentTypeError(f"must be an integer of at most 18 digits, 0 or more, got {text!r}")
+    return int(text)
+
+
 def folder(text: str) -> Path:
     """A folder to write to. It is made, so that nothing is worked out for nothing."""
     path = Path(text)
@@ -52,6 +76,23 @@ def folder(text: str) -> Path:
     if not os.access(path, os.W_OK):
         raise argparse.ArgumentTypeError(f"nothing can be written to {text!r}: it is not yours to write to")
     return path
+
+
+def new_file(text: str) -> Path:
+    """A file to write to, new or not."""
+    if why := why_not_written(Path(text)):
+        raise argparse.ArgumentTypeError(f"nothing can be written to {text!r}: {why}")
+    return Path(text)
+
+
+def why_not_written(path: Path) -> str:
+    """Why nothing can be written to a file, or nothing. Its folder is made, and tried."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with NamedTemporaryFile(prefix=path.name, dir=path.parent):
+            return "it is no file" if path.exists() and not path.is_file() else ""
+    except OSError as error:
+        return error.strerror or str(error)
 
 
 def file(text: str) -> Path:

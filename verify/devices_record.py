@@ -10,7 +10,6 @@ import sys
 import time
 from collections.abc import Sequence
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +17,8 @@ import torch
 from kernels_cupy.specs import HASH
 from refimpl import numa
 from refimpl.cudart import cudart
-from verify.arguments import Parser
+from verify.arguments import Parser, new_file
+from verify.bench import files
 from verify.bench.gpu.results import gpu
 from verify.bench.provenance import ROOT, command_line, provenance
 from verify.gpu_record import OUTCOMES, counted, outcome, run_tests
@@ -56,15 +56,14 @@ def devices() -> list[dict[str, Any]]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = Parser(prog="python -m verify.devices_record", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True, help="data/results/<device>-x2/devices.json, say")
+    parser.add_argument("--out", type=new_file, required=True, help="data/results/<device>-x2/devices.json, say")
     parser.add_argument("--commit", help="where git is not at hand: the commit that this is a clean copy of")
     options, pytest = parser.parse_known_args(arguments)
     if torch.cuda.device_count() < 2:
         print(f"two GPUs are needed at least, here are {torch.cuda.device_count()}", file=sys.stderr)
         return 2
     found = record(command_line("verify.devices_record"), options.commit, pytest)
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    files.write(options.out, json.dumps(found, indent=1) + "\n")
     print(f"{options.out}: {found['outcomes']} on {len(found['devices'])} GPUs")
     return int(bool(found["failures"] or not found["outcomes"]["passed"]))
 

@@ -20,7 +20,8 @@ from typing import Any
 
 from kernels_cupy.specs import HASH
 from refimpl.cudart import cudart
-from verify.arguments import Parser
+from verify.arguments import Parser, new_file
+from verify.bench import files
 from verify.bench.gpu.results import gpu
 from verify.bench.provenance import ROOT, command_line, provenance
 
@@ -127,13 +128,12 @@ def record(command: list[str], logs: Sequence[Path], commit: str | None, pytest:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = Parser(prog="python -m verify.gpu_record", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True, help="data/results/<device>/verify.json, say")
+    parser.add_argument("--out", type=new_file, required=True, help="data/results/<device>/verify.json, say")
     parser.add_argument("--sanitizer", type=Path, nargs="+", default=[], metavar="LOG", help="memcheck.log, …")
     parser.add_argument("--commit", help="where git is not at hand: the commit that this is a clean copy of")
     options, pytest = parser.parse_known_args(arguments)
     found = record(command_line("verify.gpu_record"), options.sanitizer, options.commit, pytest)
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    files.write(options.out, json.dumps(found, indent=1) + "\n")
     print(f"{options.out}: {found['outcomes']}, cells {found['cells']}, sanitizers {found['sanitizers']}")
     return 1 if found["failures"] or any(s["errors"] for s in found["sanitizers"]) else 0
 

@@ -16,6 +16,7 @@ from verify import notebooks, page
 from verify.arguments import Parser, file, folder, listed, positive
 from verify.bench import measure, options, results
 from verify.bench import report as tables
+from verify.bench.files import NoResults
 from verify.bench.gpu import here, nearest, recommend
 from verify.bench.gpu import report as gpu_tables
 from verify.bench.gpu.cases import PAYLOAD
@@ -31,7 +32,10 @@ def main(argv: Sequence[str]) -> int:
     args = asking.parse_args(argv)
     settings = options.settings(args, asking)
     books = notebooks.committed() if args.notebooks is None else args.notebooks
-    device = _device(args)
+    try:
+        device = _device(args)
+    except NoResults as none:
+        asking.error(str(none))
     parameters = for_notebooks(args, device.path.parent)
     executed = notebooks.execute(books, args.out / "notebooks", env=parameters) if books else []
     rows = list(tqdm(measure.rows(settings), desc="matrix", total=measure.count_rows(settings), unit="row"))
@@ -49,7 +53,7 @@ def main(argv: Sequence[str]) -> int:
     return int(bool(failed))
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> Parser:
     found = Parser(prog="python -m verify run", description=__doc__)
     options.add(found)
     found.add_argument(

@@ -49,7 +49,7 @@ from verify.audit import costs
 from verify.bench import noise
 from verify.bench.gpu import here, nearest, recommend, results
 from verify.bench.gpu.cases import name_of
-from verify.bench.gpu.ranks import report
+from verify.bench.gpu.ranks import report, sentences
 
 WAYS = recommend.BACKENDS
 ACROSS = (*WAYS, "auto")
@@ -284,7 +284,7 @@ else:
 # %% [markdown]
 # ## A second GPU of the same host
 #
-# So far one process moved bytes on one GPU. Under tensor parallelism each GPU has a rank, and all of them back up and load at the same time, into one host's memory. Here every rank is measured alone, and again while the other one moves bytes as well, the same way or the other way. **On this host two ranks hardly slow each other down, whichever backend moves the bytes; most of what is slow beside another rank is slow alone as well.**
+# So far one process moved bytes on one GPU. Under tensor parallelism each GPU has a rank, and all of them back up and load at the same time, into one host's memory. Here every rank is measured alone, and again while the others move bytes as well: all in one direction, or neighbours in opposite ones. **On the host of the committed results two ranks hardly slow each other down, whichever backend moves the bytes: a load beside a backup loses about 5 %, other situations less than noise. Most of what is slow beside another rank there is slow alone as well.**
 #
 # These results are the committed ones too, with all their models, unless the folder given as `RESULTS` has a `ranks.json`. `make bench-gpus` measures the GPUs of your host.
 
@@ -300,17 +300,17 @@ else:
     book.say("Not among these results: several GPUs of one host. `make bench-gpus` measures them.")
 
 # %% [markdown]
-# A mark is one rank with one pool, layout and backend. The table has medians over all of them: what a rank keeps of its own rate alone, and then what both reach together, in percent of what plain copies of both reach together. A backend that is slow alone is so there as well.
+# A mark is one rank with one pool, layout and backend. The table has medians over all of them: what a rank keeps of its own rate alone, and then what all ranks reach together, in percent of what plain copies of all reach together. A backend that is slow alone is so there as well.
 
 # %%
 if of_ranks:
-    told = [*report.sentences(of_ranks), ranks.tested(source)]
+    told = [*sentences.of(of_ranks), ranks.tested(source)]
     book.say(*(f"- {sentence}." for sentence in told))
     if without := list(report.without_rates(of_ranks)):
         book.say(f"Cells without a rate: {len(without)}.", *(f"- {line}" for line in without))
 
 # %% [markdown]
-# Which rates are low, then, although nobody else moves bytes? *One GPU* is the committed results of a single GPU on another machine: the same pool with all its heads, whose runs are longer than those of a rank. *Described* is how fast the host of that machine would have described the runs of the rank to its copy engine.
+# Which rates are low, then, although nobody else moves bytes? *One GPU* is the committed results of a single GPU on another machine: the same pool with all its heads. Where ranks split the heads, its runs are longer than theirs; a pool that every rank holds whole (MLA, say) has the same runs. *Described* is how fast the host of that machine would have described the runs of the rank to its copy engine. The method is another one too: there each transfer is timed behind a held stream, and its rate is that of the longer of two medians ([above](#How-it-was-measured)), whereas ranks run free with two transfers in flight.
 
 # %%
 alone = ranks.slow(of_ranks, committed) if of_ranks else []
@@ -321,7 +321,7 @@ elif of_ranks:
     book.say(f"No rank that is alone stays below {report.LOW} % of a plain copy.")
 
 # %% [markdown]
-# Where *described* is as low as the ranks' rates, their short runs are the reason: the host sets the pace, as [above](#Every-pairing). Where it is higher, run lengths do not explain the rates: the machines differ, and these results do not tell in what. The table inside `auto` is that of one machine and knows nothing of such a difference. `make calibrate` measures another table where you are.
+# Where *described* is as low as the ranks' rates, their short runs are the reason: the host sets the pace, as [above](#Every-pairing). Where it is higher, run lengths do not explain the rates: machine and method differ, and these results do not tell which of them is the reason. The table inside `auto` is that of one machine and knows nothing of such a difference. `make calibrate` measures another table where you are.
 #
 # ## What to take
 #

@@ -221,7 +221,8 @@ for direction in ("backup", "load"):
 # From here on, figures come from `data/results/h200/bench.json`, written by `python -m verify.bench.gpu`. Bytes are verified before and after timing. Rates are device times of transfers queued behind a held stream, with the payload counted once. The *ceiling* is a plain memcpy: the smallest one measured that has as many bytes, or else the largest. A portion is a set of rows measured in one session, or a few. Ceilings differ a little between sessions (GB/s in the table), even on machines with the same description, so **a percentage here is of the highest ceiling of them all**: a slow memcpy flatters nobody. The file itself has percentages of the same session.
 
 # %%
-as_written = json.loads(here.committed("bench").read_text(encoding="utf-8"))
+committed = here.committed("bench")
+as_written = json.loads(committed.read_text(encoding="utf-8"))
 bench, highest = fastpaths.against_the_highest(as_written), fastpaths.highest_ceilings(as_written)
 statuses = [cell["status"] for row in bench["rows"] for cell in row["cells"]]
 print(*fastpaths.machines(bench), "", sep="\n")
@@ -461,7 +462,7 @@ for name, values in versus.items():
 # What we set out to reach is in `verify/bench/gpu/targets.py`. Missed targets come first, each with the number of rows that meet it and the row that is farthest off, against the ceilings of that row's own session.
 
 # %%
-verdicts = targets.verdicts(as_written, results.sglang())
+verdicts = targets.verdicts(as_written, results.sglang(committed))
 for line in sorted(verdicts):
     text, _, where = line.removesuffix(")").partition(" (")
     print(f"{text}\n        {where}")

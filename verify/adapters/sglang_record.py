@@ -25,7 +25,8 @@ from verify.adapters.protocol import Json
 from verify.adapters.sglang_functions import PATHS
 from verify.adapters.sglang_pieces import DISTRIBUTIONS
 from verify.adapters.suite import Group
-from verify.arguments import Parser, file
+from verify.arguments import Parser, file, new_file
+from verify.bench import files
 from verify.bench.provenance import ROOT
 
 SCHEMA = ROOT / "data" / "schemas" / "sglang.schema.json"
@@ -214,7 +215,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(prog="python -m verify.adapters.sglang_record", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("reports", nargs="+", type=file, metavar="REPORT", help="report.json of an adapter of SGLang")
     parser.add_argument("--commit", required=True, metavar="SHA", help="whose clean copy made the reports")
-    parser.add_argument("--out", type=Path, required=True, help="data/results/<device>/sglang.json, say")
+    parser.add_argument("--out", type=new_file, required=True, help="data/results/<device>/sglang.json, say")
     options = parser.parse_args(argv)
     try:
         found = checked(record(map(read, options.reports), options.commit))
@@ -223,8 +224,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except NoRecord as error:
         print(error, file=sys.stderr)
         return 2
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    files.write(options.out, json.dumps(found, indent=1, ensure_ascii=False) + "\n")
     for one in found["paths"]:
         told = ", ".join(f"{number} {what}" for what, number in one["moved"].items())
         print(f"{one['name']}: of what is to be moved {told}")

@@ -6,7 +6,6 @@ differs by no more than noise is named so (`verify.bench.noise`).
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from verify.arguments import Parser
-from verify.bench import results
+from verify.bench import files, results
+from verify.bench.files import Form, NoResults
 from verify.bench.gpu import ceilings
 from verify.bench.gpu import results as gpu_results
 from verify.bench.noise import RULE, Fraction, fraction
@@ -46,9 +46,9 @@ Cells = dict[Key, Cell]
 
 @dataclass(frozen=True)
 class Kind:
-    """A schema, what its rows are called, and how its cells are read."""
+    """A form, what its rows are called, and how its cells are read."""
 
-    schema: Path
+    form: Form
     names: tuple[str, ...]
     cells: Callable[[Content], Iterator[tuple[Key, Cell]]]
 
@@ -76,31 +76,15 @@ def _cells(
 
 
 KINDS = (
-    Kind(gpu_results.SCHEMA, GPU_NAMES, _gpu_cells),
-    Kind(results.SCHEMA, CPU_NAMES, _cpu_cells),
+    Kind(gpu_results.FORM, GPU_NAMES, _gpu_cells),
+    Kind(Form(results.SCHEMA), CPU_NAMES, _cpu_cells),
 )
 
 
-class NoResults(ValueError):
-    """The file is not what can be compared."""
-
-
 def read(path: Path) -> tuple[Kind, Content]:
-    """A result file and its kind. `NoResults` if it cannot be read or follows none of the schemas."""
-    import jsonschema
-
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise NoResults(f"{path}: {error}") from error
-    for kind in KINDS:
-        schema = json.loads(kind.schema.read_text(encoding="utf-8"))
-        if isinstance(content, dict) and set(content) == set(schema["required"]):
-            fault = next(jsonschema.Draft202012Validator(schema).iter_errors(content), None)
-            if fault:
-                raise NoResults(f"{path}: does not follow {kind.schema.name}: {fault.json_path}: {fault.message[:120]}")
-            return kind, content
-    raise NoResults(f"{path}: follows neither {' nor '.join(kind.schema.name for kind in KINDS)}")
+    """A result file and its kind. `NoResults` if it cannot be read or is of neither kind."""
+    form, content = files.read(path, *(kind.form for kind in KINDS))
+    return next(kind for kind in KINDS if kind.form is form), content
 
 
 @dataclass(frozen=True)
@@ -198,7 +182,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         (kind, a), (other, b) = read(args.a), read(args.b)
         if kind is not other:
-            raise NoResults(f"{args.a} follows {kind.schema.name}, {args.b} follows {other.schema.name}")
+            raise NoResults(f"{args.a} follows {kind.form.schema.name}, {args.b} follows {other.form.schema.name}")
     except NoResults as error:
         return parser.error(str(error))
     found = compare(kind, a, b)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 
 import psutil
+import torch
 
 from refimpl import LAYOUTS, presets
 from refimpl.support import BACKENDS
-from verify.arguments import listed, nbytes, one_of, positive
+from verify.arguments import listed, nbytes, one_of, positive, seconds, seed
 from verify.bench.measure import Settings, memory_needed
 
 DEFAULT_MODELS = ("llama-3.1-8b", "deepseek-v3", "deepseek-v4-flash", "qwen3-next")
@@ -35,9 +36,9 @@ def add(parser: argparse.ArgumentParser) -> None:
         "--backends", type=one_of("backend", backends), default=backends, metavar="B,B", help=listed(backends)
     )
     parser.add_argument(
-        "--seconds", type=float, default=0.3, help="time for the samples of a row (default: %(default)s)"
+        "--seconds", type=seconds, default=0.3, help="time for the samples of a row (default: %(default)s)"
     )
-    parser.add_argument("--seed", type=int, default=0, help="of page choice and fill (default: %(default)s)")
+    parser.add_argument("--seed", type=seed, default=0, help="of page choice and fill (default: %(default)s)")
 
 
 def settings(args: argparse.Namespace, parser: argparse.ArgumentParser) -> Settings:
@@ -54,9 +55,21 @@ def settings(args: argparse.Namespace, parser: argparse.ArgumentParser) -> Setti
         page_size=args.page_size,
     )
     try:
-        needed, free = memory_needed(asked), psutil.virtual_memory().available
+        needed = memory_needed(asked)
     except ValueError as error:  # the model has pages of another size only
         parser.error(str(error))
-    if needed > free:
-        parser.error(f"this needs {needed / 1e9:,.1f} GB of memory, {free / 1e9:,.1f} GB are free: ask for fewer pages")
+    require_memory(parser, needed, "ask for fewer pages")
     return asked
+
+
+def require_memory(parser: argparse.ArgumentParser, needed: int, way_out: str) -> None:
+    """Ends the program where so many bytes are not to be had."""
+    free = psutil.virtual_memory().available
+    if needed > free:
+        parser.error(f"this needs {needed / 1e9:,.1f} GB of memory, {free / 1e9:,.1f} GB are free: {way_out}")
+
+
+def require_platform(parser: argparse.ArgumentParser, platform: str) -> None:
+    """Ends the program where a GPU is asked for and there is none."""
+    if platform == "cuda" and not torch.cuda.is_available():
+        parser.error("a CUDA device is needed, and there is none: --platform emulated does without")

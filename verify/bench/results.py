@@ -8,11 +8,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from verify.bench import files
 from verify.bench.measure import Settings
-from verify.bench.provenance import ROOT, provenance
+from verify.bench.provenance import provenance
 from verify.bench.record import Row
 
-SCHEMA = ROOT / "data" / "schemas" / "bench.schema.json"
+SCHEMA = files.SCHEMAS / "bench.schema.json"
 
 
 def as_json(settings: Settings, rows: Iterable[Row], command: list[str]) -> dict[str, Any]:
@@ -26,5 +27,4 @@ def as_json(settings: Settings, rows: Iterable[Row], command: list[str]) -> dict
 
 
 def write(path: Path, content: dict[str, Any]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    files.write(path, json.dumps(content, indent=1) + "\n")

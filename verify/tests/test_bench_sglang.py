@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import statistics
 import subprocess
 import sys
 from collections.abc import Callable
@@ -21,24 +22,32 @@ import pytest
 from refimpl import slots_of
 from refimpl.host_buffers import HostBuffers
 from refimpl.pinned import HostMemory
+from refimpl.support import DIRECTIONS
 from verify.adapters import sglang_functions, sglang_pieces
 from verify.adapters.protocol import Json
 from verify.adapters.sglang_memory import bundles
+from verify.arena import Arena
 from verify.bench.gpu import cases, here, results, targets
-from verify.bench.gpu.clock import HostClock
-from verify.bench.gpu.measure import Effort
+from verify.bench.gpu.clock import HostClock, Series, Start
+from verify.bench.gpu.measure import Bench, Effort, memory_needed
 from verify.bench.gpu.rig import Rig, Stage
 from verify.bench.gpu.sglang import __main__ as program
-from verify.bench.gpu.sglang.calls import InPlace, described, lists, transfer
-from verify.bench.gpu.sglang.measure import wanted
+from verify.bench.gpu.sglang import measure
+from verify.bench.gpu.sglang.calls import InPlace, Prepared, described, lists, transfer
 from verify.bench.provenance import ROOT
 from verify.sglang_stand_in import StandIn
 
 EFFORT = Effort(seconds=0, repeats=(2, 3))
+CLOCK = HostClock()
 SIZES = (2000, 4000)
-PUBLISHED = results.sglang()["figures"]
-FIGURES = wanted(PUBLISHED)
+# The copy that mutants are built into has no results: tests that are to catch them ask for `BOTH_WAYS`.
+PUBLISHED = results.sglang()["figures"] if results.SGLANG.exists() else []
+FIGURES = measure.wanted(PUBLISHED)
 CELL = ("case", "layout", "direction", "path")
+BOTH_WAYS = [
+    {"case": "MLA DeepSeek-V3, page 64", "layout": "page_first", "direction": direction, "path": "AOT", "chosen": False}
+    for direction in DIRECTIONS
+]
 # As SGLang has them, less most of their layers and pages.
 SMALL = {case.name: replace(case, spec=replace(case.spec, layers=3), pages=3) for case in cases.SGLANG_CASES}
 
@@ -168,6 +177,17 @@ def test_a_second_transfer_makes_no_view_and_no_table(
     assert len(made) == first
 
 
+def test_only_the_two_sides_of_a_call_have_tables(noted: Noted) -> None:
+    at = stage("MHA Llama-8B, page 64", "layer_first")
+    (bundle,) = bundles(described(at.rig.spec, at.rig.num_pages), at.layout)
+    memory = InPlace(host_of(at), at.rig.work, "cpu")
+    call = Prepared(bundle, memory, *at.at, range(3))
+    tables = [[table.tolist() for table in call.addresses(side)] for side in (call.device, call.host)]
+    assert tables == [[[layer.data_ptr() for layer in part] for part in side] for side in (call.device, call.host)]
+    with pytest.raises(ValueError, match=r"^a table of 2 layers of k: only the lists `device` and `host` of the call"):
+        call.addresses([part[:1] for part in call.device])
+
+
 # ---- which rows
 
 
@@ -188,37 +208,95 @@ def test_every_choice_of_sglang_is_measured_and_what_findings_hold_against_it() 
 # ---- what is kept
 
 
-def measured(kernels: StandIn, out: Path, figures: list[Json]) -> list[Json]:
-    """Rows of the file that the program writes."""
+def portion(figures: list[Json]) -> cases.Portion:
     named = [SMALL[name] for name in dict.fromkeys(figure["case"] for figure in figures)]
-    portion = replace(cases.portions(cases.MIB)["sglang"], cases=tuple(named))
+    return replace(cases.portions(cases.MIB)["sglang"], cases=tuple(named))
+
+
+def written(
+    kernels: StandIn, out: Path, figures: list[Json], clock: HostClock = CLOCK, effort: Effort = EFFORT
+) -> Json:
+    """The file that the program writes."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sglang_pieces, "piece", lambda _: kernels)
-        content = program.run(out, HostClock(), portion, figures, EFFORT, SIZES)
-    assert json.loads(out.read_text(encoding="utf-8")) == content
-    jsonschema.validate(content, json.loads(program.SCHEMA.read_text(encoding="utf-8")))
-    return content["rows"]
+        content = program.run(out, clock, portion(figures), figures, effort, SIZES)
+    assert read(out) == content
+    jsonschema.validate(content, read(program.SCHEMA))
+    return content
+
+
+def read(file: Path) -> Json:
+    return json.loads(file.read_text(encoding="utf-8"))
 
 
 @pytest.fixture(scope="module")
-def rows(tmp_path_factory: pytest.TempPathFactory) -> list[Json]:
-    return measured(StandIn(), tmp_path_factory.mktemp("sglang") / "rates.json", FIGURES)
+def content(tmp_path_factory: pytest.TempPathFactory) -> Json:
+    return written(StandIn(), tmp_path_factory.mktemp("sglang") / "rates.json", FIGURES)
 
 
-def test_every_row_is_measured_once(rows: list[Json]) -> None:
-    assert sorted(map(cell, rows)) == sorted(map(cell, FIGURES))
-    assert {row["status"] for row in rows} == {"measured"}, [row["reason"] for row in rows]
+def test_every_row_is_measured_once(content: Json) -> None:
+    assert sorted(map(cell, content["rows"])) == sorted(map(cell, FIGURES))
+    assert {row["status"] for row in content["rows"]} == {"measured"}, [row["reason"] for row in content["rows"]]
 
 
-def test_every_figure_follows_from_the_samples(tmp_path: Path) -> None:
+def test_every_figure_follows_from_the_samples(content: Json) -> None:
+    limits = {c["direction"]: c["gb_per_s"] for c in content["ceilings"] if c["payload_bytes"] == max(SIZES)}
+    for row in content["rows"]:
+        assert row["payload_bytes"] == 3 * SMALL[row["case"]].spec.page_bytes
+        median_s = statistics.median(row["timing"]["samples_s"])
+        assert row["gb_per_s"] == pytest.approx(row["payload_bytes"] / median_s / 1e9)
+        assert row["fraction"] == pytest.approx(row["gb_per_s"] / limits[row["direction"]])
+
+
+def test_a_row_is_held_against_the_copy_in_its_own_direction(noted: Noted) -> None:
+    limits = {"backup": 2.0, "load": 3.0, "both": 4.0}
+    ceilings = [{"direction": way, "payload_bytes": 1, "gb_per_s": rate} for way, rate in limits.items()]
+    arena = Arena(memory_needed([portion(BOTH_WAYS)]))
+    found = list(measure.rows(Bench(CLOCK, arena, EFFORT, 0, 0, ceilings), portion(BOTH_WAYS), BOTH_WAYS))
+    assert [row.direction for row in found] == [*DIRECTIONS]
+    for row in found:
+        assert row.gb_per_s
+        assert row.fraction == pytest.approx(row.gb_per_s / limits[row.direction])
+
+
+class Noting(HostClock):
+    """Notes the host time that a series is expected to take."""
+
+    submit_s = 0.0
+
+    def series(self, start: Start, count: int, submit_s: float) -> Series:
+        self.submit_s = submit_s
+        return super().series(start, count, submit_s)
+
+
+@pytest.mark.parametrize(("first_s", "count"), [(0.001, 10), (0.013, 4), (0.1, 3), (0.15, 3), (0.16, 2)])
+def test_samples_are_as_many_as_the_effort_allows(first_s: float, count: int) -> None:
+    clock, effort = Noting(), Effort(seconds=0.06, slow_s=0.15, repeats=(3, 10))
+    series = effort.series(clock, lambda: lambda: None, Series([first_s], [0.002], None))
+    assert len(series.samples_s) == count
+    assert clock.submit_s == pytest.approx(count * 0.002)
+
+
+@pytest.mark.parametrize(("slow_s", "count"), [(0.0, 2), (60.0, 3)])
+def test_a_slow_row_is_timed_twice_and_no_more(slow_s: float, count: int, tmp_path: Path) -> None:
+    effort = Effort(seconds=0, slow_s=slow_s, repeats=(3, 5))
+    (row,) = written(StandIn(), tmp_path / "rates.json", BOTH_WAYS[:1], effort=effort)["rows"]
+    assert len(row["timing"]["samples_s"]) == count
+
+
+class Lost(HostClock):
+    """Of a device that does not recover."""
+
+    def finish(self) -> None:
+        raise RuntimeError("the device is lost")
+
+
+def test_a_device_that_does_not_recover_ends_the_session_and_its_row_is_kept(tmp_path: Path) -> None:
     out = tmp_path / "rates.json"
-    (row,) = measured(StandIn(), out, FIGURES[:1])
-    limits = json.loads(out.read_text(encoding="utf-8"))["ceilings"]
-    (limit,) = (c for c in limits if (c["direction"], c["payload_bytes"]) == (row["direction"], max(SIZES)))
-    samples = sorted(row["timing"]["samples_s"])
-    assert row["payload_bytes"] == 3 * SMALL[row["case"]].spec.page_bytes
-    assert row["gb_per_s"] == pytest.approx(row["payload_bytes"] / (samples[0] + samples[1]) * 2 / 1e9)
-    assert row["fraction"] == pytest.approx(row["gb_per_s"] / limit["gb_per_s"])
+    with pytest.raises(RuntimeError, match="the device is lost"):
+        written(StandIn(), out, BOTH_WAYS, Lost())
+    (row,) = read(out)["rows"]
+    assert (row["status"], row["reason"]) == ("failed", "RuntimeError: the device is lost")
 
 
 class Tires(StandIn):
@@ -250,7 +328,7 @@ def test_a_row_that_does_not_arrive_is_told_and_the_others_go_on(
     kernels: StandIn, status: str, reason: str, tmp_path: Path
 ) -> None:
     loads = [f for f in FIGURES if (f["case"], f["direction"]) == ("MLA DeepSeek-V3, page 64", "load")]
-    found = {row["path"]: row for row in measured(kernels, tmp_path / "rates.json", loads[:1] + loads[2:])}
+    found = {row["path"]: row for row in written(kernels, tmp_path / "rates.json", loads[:1] + loads[2:])["rows"]}
     assert found["TMA"]["status"] == status
     assert re.fullmatch(reason, found["TMA"]["reason"])
     assert found["direct"]["status"] == "measured"
@@ -259,7 +337,7 @@ def test_a_row_that_does_not_arrive_is_told_and_the_others_go_on(
 def test_a_path_that_cannot_be_had_here_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StandIn, "can_use_write_back_jit_kernel", lambda *_, **__: False, raising=False)
     (staged,) = (f for f in FIGURES if (f["case"], f["path"]) == ("DSA index rows of 8,448 B", "staged"))
-    (row,) = measured(StandIn(), tmp_path / "rates.json", [staged])
+    (row,) = written(StandIn(), tmp_path / "rates.json", [staged])["rows"]
     assert row["reason"] == "ValueError: staged: its kernel for rows of 8448 bytes does not build or fit here"
 
 
@@ -278,7 +356,7 @@ def test_without_sglang_or_a_gpu_nothing_is_measured(tmp_path: Path) -> None:
 
 def judged(beside: Path) -> dict[str, str]:
     """What is said of our committed results, by target."""
-    content = json.loads(here.committed("bench").read_text(encoding="utf-8"))
+    content = read(here.committed("bench"))
     content["rows"] = [row for row in content["rows"] if row["portion"] == "sglang"]
     lines = [line.split(": ", 2) for line in targets.verdicts(content, results.sglang(beside))]
     return {target: f"{verdict}: {rest}" for verdict, target, rest in lines if target.startswith("against")}
@@ -298,10 +376,22 @@ def test_our_backends_are_judged_against_what_was_measured_on_the_same_gpu(tmp_p
     assert {said.split(":")[0] for target, said in judged(bench).items() if "here" in target} == {"met"}
 
 
-@pytest.mark.parametrize(
-    "file", sorted((ROOT / "data" / "results").glob(f"*/{results.SGLANG_HERE}")), ids=lambda file: file.parent.name
-)
-def test_what_is_on_record_follows_its_schema_and_has_every_choice(file: Path) -> None:
-    content = json.loads(file.read_text(encoding="utf-8"))
-    jsonschema.validate(content, json.loads(program.SCHEMA.read_text(encoding="utf-8")))
-    assert {cell(f) for f in PUBLISHED if f["chosen"]} <= {cell(row) for row in content["rows"]}
+def require_whole(content: Json) -> None:
+    """A file may be on record that follows its schema and has every choice of SGLang's."""
+    jsonschema.validate(content, read(program.SCHEMA))
+    absent = {cell(f) for f in PUBLISHED if f["chosen"]} - {cell(row) for row in content["rows"]}
+    assert not absent, f"no row of {'; '.join(sorted(absent))}"
+
+
+def test_what_is_on_record_is_whole(content: Json) -> None:
+    on_record = sorted((ROOT / "data" / "results").glob(f"*/{results.SGLANG_HERE}"))
+    for found in [content, *map(read, on_record)]:
+        require_whole(found)
+
+
+def test_a_file_that_lacks_a_choice_or_a_figure_is_not_whole(content: Json) -> None:
+    first, *others = content["rows"]
+    with pytest.raises(AssertionError, match=f"^no row of {re.escape(cell(first))}\n"):
+        require_whole(content | {"rows": others})
+    with pytest.raises(jsonschema.ValidationError, match="None is not of type 'number'"):
+        require_whole(content | {"rows": [first | {"fraction": None}, *others]})

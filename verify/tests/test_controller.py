@@ -173,11 +173,40 @@ def test_slots_that_a_table_does_not_have_are_named(slot: int, when: Any) -> Non
         assert rig.counts() == before
 
 
+ROWS = torch.arange(PAGES * PAGE)
+
+
+@pytest.mark.parametrize(
+    ("full", "mapping", "told"),
+    [
+        (ROWS[:PAGE].double(), ROWS, "a window's full indices must be a 1-D int64 or int32 tensor, got torch.float64"),
+        (ROWS[:PAGE], ROWS.double(), "a window's mapping: indices must be .* got torch.float64"),
+        (ROWS[:PAGE], ROWS.float(), "a window's mapping: indices must be .* got torch.float32"),
+        (ROWS[:PAGE], ROWS[None], r"a window's mapping: indices must be .* of shape \(1, "),
+        (ROWS[:PAGE], None, "a window's mapping: indices must be .* got None"),
+        ([0, 1], ROWS, r"a window's full indices must be .* got \[0, 1\]"),
+    ],
+)
+def test_a_window_is_made_of_lists_of_slots(full: Any, mapping: Any, told: str) -> None:
+    """A table of fractions would be cut off to other rows."""
+    with pytest.raises((TypeError, ValueError), match=told):
+        Window(full, mapping)
+
+
+@pytest.mark.parametrize("wrong", [[0, 1], "01", (0, 1), torch.zeros(2), torch.zeros(2, 2, dtype=torch.int64)])
+@pytest.mark.parametrize("side", ["host", "device"])
+def test_a_transfer_is_made_of_lists_of_slots(side: str, wrong: Any) -> None:
+    lists = {f"{side}_indices": wrong}
+    with pytest.raises((TypeError, ValueError), match=f"pool 'kv': {side} indices must be a 1-D int64 or int32 tensor"):
+        PoolTransfer("kv", **lists)
+
+
 REFUSED: dict[str, tuple[Callable[[Controller], object], str]] = {
     "a wait for a pool": (lambda c: c.wait_until(0, "draft"), r"no pool 'draft' in this stack, it has \['kv'\]"),
     "a wait for all of a pool": (lambda c: c.wait_for_all_of("draft"), "no pool 'draft'"),
     "a layer below": (lambda c: c.wait_until(-1), r"no layer -1: the stack has layers 0\.\.2"),
     "a layer above": (lambda c: c.wait_until(3), "no layer 3"),
+    "half a layer": (lambda c: c.wait_until(1.5), r"no layer 1\.5"),  # pyright: ignore[reportArgumentType]
     "a layer of a pool": (lambda c: c.wait_until(3, "kv"), "no layer 3"),
     "a load to come": (lambda c: c.set_consumer(0), "there is no load 0: 0 have begun"),
     "a load below": (lambda c: c.set_consumer(-1), "there is no load -1"),

@@ -207,9 +207,11 @@ def test_a_rank_stores_the_pool_that_a_model_with_as_many_ranks_has(groups: int)
         (presets.mha(2, 3, 64), 2, "the heads of k, v cannot be shared out between 2 ranks"),
         (presets.mha(2, 6, 64, head_groups=3), 2, "3 groups of heads cannot be shared out between 2 ranks"),
         (presets.mha(2, 4, 64), 1, "shared by two ranks or more, got 1"),
+        (presets.mha(2, 4, 64), "2", "shared by two ranks or more, got '2'"),
+        (presets.mha(2, 4, 64), 2.0, "shared by two ranks or more, got 2.0"),
     ],
 )
-def test_heads_that_cannot_be_shared_out_are_refused(spec: PoolSpec, ranks: int, reason: str) -> None:
+def test_heads_that_cannot_be_shared_out_are_refused(spec: PoolSpec, ranks: Any, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         RankPool(HostPool(spec, "page_first", 2), 0, ranks)
 
@@ -238,10 +240,15 @@ def test_ranks_share_the_slots_of_the_whole_pool_and_its_end() -> None:
     assert slots is not None
     assert tp.whole.available_size() == tp.ranks[1].available_size() == (PAGES - 2) * PAGE
     assert tp.ranks[1].free(slots) == 2 * PAGE
-    with pytest.raises(ValueError, match="there is no rank 2 of 2"):
-        RankPool(tp.whole, 2, RANKS)
+    for rank in 2, -1, 0.5, True, "0":
+        with pytest.raises(ValueError, match=f"there is no rank {rank!r} of 2"):
+            RankPool(tp.whole, rank, RANKS)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TypeError, match="ranks share a HostPool, got None"):
+        RankPool(None, 0, RANKS)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match=r"get_split_heads_page_buffer_meta\(\) tells it rank by rank"):
         tp.ranks[0].get_page_buffer_meta(slots_of([0], PAGE))
+    with pytest.raises(ValueError, match=r"get_split_heads_page_buffer_meta\(\) tells it rank by rank"):
+        _ = tp.ranks[0].kv_buffer
     tp.whole.close()
     with pytest.raises(ValueError, match="is closed"):
         tp.move("backup", 0)
@@ -260,6 +267,32 @@ def test_the_whole_pool_waits_for_its_ranks_before_it_lets_go_of_memory(backend:
     ]
     tp.whole.close()
     assert all(receipt.event and receipt.event.query() for receipt in receipts)
+
+
+@pytest.mark.emulated
+@emulated_ways
+def test_a_rank_that_is_shared_out_again_is_waited_for_too(backend: str) -> None:
+    spec = presets.mha(2, 4, 8, BYTE, PAGE)
+    whole = HostPool(spec, "page_head", PAGES, backend, platform="emulated:0")
+    half = RankPool(whole, 0, 2, platform="emulated:1")
+    quarter = RankPool(half, 1, 2, platform="emulated:2")
+    device = DevicePool(quarter.spec, PAGES, "emulated:2")
+    fill.fill_device(device)
+    receipt = quarter.backup(device, slots_of(HOST, PAGE), slots_of(DEVICE, PAGE))
+    whole.close()
+    assert receipt.event
+    assert receipt.event.query()
+
+
+def test_ranks_that_have_ended_are_forgotten() -> None:
+    whole = HostPool(presets.mha(2, 4, 8, BYTE, PAGE), "page_head", PAGES, "torch")
+    lasting = RankPool(whole, 0, 2)
+    before = [len(block._first) for block in whole._memory()]
+    for _ in range(3):
+        RankPool(whole, 1, 2).close()
+    RankPool(whole, 1, 2).close()
+    assert [len(block._first) for block in whole._memory()] == [count + 1 for count in before], "the last one only"
+    assert not lasting.closed
 
 
 # ---- nothing crosses over
@@ -486,6 +519,15 @@ def test_a_name_without_a_number_is_settled_when_a_pool_is_made() -> None:
 def test_a_name_that_names_no_device_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match="names no device: write 'cuda:1' for the second GPU"):
         devices.settled(name)
+
+
+@pytest.mark.parametrize("device", [5, None, b"cuda"])
+def test_a_device_is_named_by_text(device: Any) -> None:
+    with pytest.raises(ValueError, match=f"{device!r} names no device"):
+        devices.platform_of(device)
+    if device is not None:
+        with pytest.raises(ValueError, match=f"{device!r} names no device"):
+            HostPool(presets.mha(1, 2, 8, BYTE, PAGE), "page_first", 2, platform=device)
 
 
 # ---- two at once

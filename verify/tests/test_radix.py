@@ -165,7 +165,9 @@ SPOILT: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], str]] = {
     "misaligned at the end": (lambda slots: slots[[*range(8), 9, 10, 11, 8]], "begins a page but is no multiple of 4"),
     "out of order": (lambda slots: slots[[0, 2, 1, *range(3, 12)]], "breaks its page"),
     "out of order at the end": (lambda slots: slots[[*range(9), 10, 9, 11]], "breaks its page"),
-    "in two dimensions": (lambda slots: slots[:, None], r"1-D tensor on the CPU, got one of shape \(1[02], 1\) on cpu"),
+    "in two dimensions": (lambda slots: slots[:, None], r"a 1-D int64 or int32 tensor, got .* of shape \(1[02], 1\)"),
+    "too narrow": (lambda slots: slots.to(torch.int16), "a 1-D int64 or int32 tensor, got torch.int16"),
+    "fractions": (lambda slots: slots.double(), "a 1-D int64 or int32 tensor, got torch.float64"),
     "repeated": (lambda slots: torch.cat([slots[:4], slots[:8]]), "is written twice"),
     "repeated at the end": (lambda slots: torch.cat([slots[:8], slots[:4]]), "is written twice"),
 }
@@ -188,6 +190,20 @@ def test_slots_that_are_no_pages_are_refused_and_the_tree_is_as_it_was(
         server.cache.insert(pages("axy")[:tokens], given)
     assert (sides(server.cache), tree(server.cache, lambda node: node.hits)) == before
     for owner, some in mine.items():
+        server.stack.device_slots[owner].free(some)
+
+
+def test_nothing_is_kept_for_pools_that_are_closed(make: Make) -> None:
+    server = make("swa", windows={"swa": 4})
+    allocated = {owner: server.stack.device_slots[owner].alloc(8) for owner in server.owners}
+    slots = {owner: some for owner, some in allocated.items() if some is not None}
+    server.controller.close()
+    server.stack.close()
+    with pytest.raises(ValueError, match="is closed"):
+        server.cache.insert(pages("ab"), slots)
+    assert list(server.cache.root.subtree()) == [server.cache.root]
+    for owner, some in slots.items():
+        assert not server.stack.device_slots[owner].kept.any()
         server.stack.device_slots[owner].free(some)
 
 

@@ -12,10 +12,11 @@ from pathlib import Path
 from refimpl import LAYOUTS, presets
 from verify import arguments
 from verify.arena import Arena
+from verify.bench import files, options
 from verify.bench.gpu import calls, cases, ceilings, measure, report, targets
 from verify.bench.gpu.clock import clock
 from verify.bench.gpu.measure import Bench, Effort
-from verify.bench.gpu.results import Results, plain, sglang
+from verify.bench.gpu.results import FORM, Content, Results, plain, sglang
 from verify.bench.provenance import command_line
 from verify.bench.report import as_text
 
@@ -24,19 +25,42 @@ WRITE_EVERY_S = 15
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit code 1 where a cell is wrong or failed."""
-    args = _parser().parse_args(argv)
-    results = Results(args.out, resume=args.resume or args.report_only)
-    if not args.report_only:
-        known = cases.portions(args.payload, args.models, args.layouts, args.page_sizes)
-        portions = {name: portion for name, portion in known.items() if name in args.portion}
-        effort = Effort(seconds=args.seconds)
-        run(results, portions, args.platform, args.seed, effort, commit=args.commit, budget_s=args.budget)
-    content = results.content
+    """Exit code 1 where a cell is wrong or failed, 2 where nothing can be measured or read."""
+    parser = _parser()
+    args = parser.parse_args(argv)
+    if (args.resume or args.report_only) and not args.out:
+        parser.error(f"{'--report-only' if args.report_only else '--resume'} needs a file: --out FILE.json")
+    try:
+        figures = sglang(args.out)
+        content = files.read(args.out, FORM)[1] if args.report_only else _measured(args, parser)
+    except files.NoResults as error:
+        parser.error(str(error))
     for name in dict.fromkeys(row["portion"] for row in content["rows"]):
         print(as_text(report.table(content, name)), end="\n\n")
-    print(*targets.verdicts(content, sglang(args.out)), sep="\n")
+    print(*targets.verdicts(content, figures), sep="\n")
     return int(any(cell["status"] in ("wrong", "failed") for row in content["rows"] for cell in row["cells"]))
+
+
+def _measured(args: argparse.Namespace, parser: arguments.Parser) -> Content:
+    """What was asked for; before it begins, the program ends where that cannot be had."""
+    known = cases.portions(args.payload, args.models, args.layouts, args.page_sizes)
+    portions = {name: portion for name, portion in known.items() if name in args.portion}
+    if args.out and (why := arguments.why_not_written(args.out)):
+        parser.error(f"argument --out: nothing can be written to '{args.out}': {why}")
+    options.require_platform(parser, args.platform)
+    options.require_memory(parser, memory_needed(portions), "ask for a smaller --payload")
+    results, effort = Results(args.out, args.resume), Effort(seconds=args.seconds)
+    run(results, portions, args.platform, args.seed, effort, commit=args.commit, budget_s=args.budget)
+    return results.content
+
+
+def memory_needed(
+    portions: dict[str, cases.Portion],
+    sizes: tuple[int, ...] = ceilings.SIZES,
+    counts: tuple[int, ...] = calls.COUNTS,
+) -> int:
+    """Bytes of host memory for a session: one stretch serves copies, single calls and pools in turn."""
+    return max(ceilings.memory_needed(sizes), calls.memory_needed(counts), measure.memory_needed([*portions.values()]))
 
 
 def run(
@@ -54,10 +78,10 @@ def run(
 
     budget_s  seconds after which no row is begun
     """
+    results.require(platform)
     deadline = time.monotonic() + budget_s
     ticking = clock(platform)
-    needed = ceilings.memory_needed(sizes), calls.memory_needed(counts), measure.memory_needed([*portions.values()])
-    arena = Arena(max(needed))
+    arena = Arena(memory_needed(portions, sizes, counts))
     try:
         with ticking.session():
             limits = ceilings.measure(ticking, arena, sizes)
@@ -89,7 +113,7 @@ def _measure(results: Results, bench: Bench, name: str, portion: cases.Portion, 
     results.write()
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> arguments.Parser:
     parser = arguments.Parser(prog="python -m verify.bench.gpu", description=__doc__)
     parser.add_argument(
         "--portion",
@@ -123,16 +147,21 @@ def _parser() -> argparse.ArgumentParser:
         help="bytes that move, 256MiB if not given",
     )
     parser.add_argument(
-        "--seconds", type=float, default=Effort().seconds, help="device time of a cell (default: %(default)s)"
+        "--seconds",
+        type=arguments.seconds,
+        default=Effort().seconds,
+        help="device time of a cell (default: %(default)s)",
     )
     parser.add_argument(
-        "--budget", type=float, default=math.inf, metavar="S", help="seconds after which no row is begun"
+        "--budget", type=arguments.seconds, default=math.inf, metavar="S", help="seconds after which no row is begun"
     )
     parser.add_argument("--platform", choices=("cuda", "emulated"), default="cuda", help="default: %(default)s")
-    parser.add_argument("--seed", type=int, default=0, help="of page choice and fill (default: %(default)s)")
+    parser.add_argument("--seed", type=arguments.seed, default=0, help="of page choice and fill (default: %(default)s)")
     parser.add_argument("--commit", metavar="SHA", help="of a clean tree, where there is no git to ask")
     parser.add_argument("--out", type=Path, metavar="FILE.json", help="write all samples to this file")
-    parser.add_argument("--resume", action="store_true", help="keep the rows that the file holds, measure the others")
+    parser.add_argument(
+        "--resume", action="store_true", help="keep what the file holds, if it is there; measure the rest"
+    )
     parser.add_argument("--report-only", action="store_true", help="measure nothing, report what the file holds")
     return parser
 

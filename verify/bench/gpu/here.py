@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -12,6 +11,9 @@ from typing import Any
 import torch
 
 from refimpl import LAYOUTS
+from verify.bench import files
+from verify.bench.files import SCHEMAS, Form, NoResults
+from verify.bench.gpu import results
 from verify.bench.gpu.cases import PAGE_SIZES, PAYLOAD
 from verify.bench.provenance import ROOT, origin
 
@@ -19,12 +21,14 @@ Content = dict[str, Any]
 
 COMMITTED = ROOT / "data" / "results" / "h200"
 MEASURED = ROOT / "out"
+WAY_OUT = "`make run` measures this machine's GPU, RESULTS=committed shows the committed results"
 PORTIONS = ("core", "matmul", "descriptors", "pages", "contiguous")
 BUDGET_S = 240
+FORMS = {"bench": results.FORM, "overlap": Form(SCHEMAS / "overlap.schema.json")}
 
 
 def shown(name: str, source: str = "", **asked: Any) -> tuple[Path, Content]:
-    """A result file and its content.
+    """A result file and its content. `NoResults` with the way out where it has none to show.
 
     name    one of `MEASURE`
     source  the path of a file, or of a folder (its file of that name, or else the committed one), or "committed", or
@@ -36,7 +40,18 @@ def shown(name: str, source: str = "", **asked: Any) -> tuple[Path, Content]:
     else:
         path = MEASURED / f"{name}.json"
         MEASURE[name](path, **asked)
-    return path, json.loads(path.read_text(encoding="utf-8"))
+    return path, _content(path, FORMS[name])
+
+
+def _content(path: Path, form: Form) -> Content:
+    """Committed files were held against their schema when they were committed: that takes seconds."""
+    try:
+        content = files.read(path, form)[1] if path.parent != COMMITTED else files.parsed(path)
+    except NoResults as error:
+        raise NoResults(f"{error}; {WAY_OUT}") from error
+    if not content["rows"]:
+        raise NoResults(f"{path}: has no rows; {WAY_OUT}")
+    return content
 
 
 def _chosen(name: str, source: str) -> Path:

@@ -17,7 +17,7 @@ from refimpl.support import DIRECTIONS
 from verify.arena import ALIGNMENT, Arena
 from verify.bench.gpu import ceilings, matmul
 from verify.bench.gpu.cases import Case, Mover, Portion
-from verify.bench.gpu.clock import Clock, Run, Series, latencies
+from verify.bench.gpu.clock import Clock, Run, Series, Start, latencies
 from verify.bench.gpu.record import Cell, Row
 from verify.bench.gpu.rig import Rig, Stage
 from verify.bench.gpu.variants import VARIANTS
@@ -43,6 +43,16 @@ class Effort:
     repeats: tuple[int, int] = (3, 10)
     latencies: int = 10
     matmul: matmul.Loop = field(default_factory=matmul.Loop)
+
+    def slow(self, first: Series) -> bool:
+        """Whether transfers like this one are timed twice, no more."""
+        return first.samples_s[-1] > self.slow_s
+
+    def series(self, clock: Clock, start: Start, first: Series) -> Series:
+        """As many samples as the effort allows, and a hold that covers them, by what a first one took."""
+        fewest, most = self.repeats
+        count = 2 if self.slow(first) else max(fewest, min(most, int(self.seconds / first.samples_s[-1])))
+        return clock.series(start, count, count * first.submit_s[-1])
 
 
 @dataclass(frozen=True)
@@ -183,7 +193,7 @@ class Attempt:
         if fault:
             vars(self.cell).update(vars(_cell(self.mover, "wrong", f"after timing: {fault}")))
             return
-        self.cell.latency = self._latency(2 if first.samples_s[-1] > self.bench.effort.slow_s else None)
+        self.cell.latency = self._latency(2 if self.bench.effort.slow(first) else None)
         if interference:
             run = self.prepare(self.stage.at)
             self.cell.interference = matmul.interference(
@@ -240,11 +250,8 @@ class Attempt:
         def start() -> Run:
             return self.prepare(self.stage.at)
 
-        slow = first.samples_s[-1] > effort.slow_s
-        warm = first if slow else clock.series(start, 1, first.submit_s[-1])
-        fewest, most = effort.repeats
-        count = 2 if slow else max(fewest, min(most, int(effort.seconds / warm.samples_s[-1])))
-        series = clock.series(start, count, count * warm.submit_s[-1])
+        warm = first if effort.slow(first) else clock.series(start, 1, first.submit_s[-1])
+        series = effort.series(clock, start, warm)
         self.cell.timing, self.cell.submit, self.cell.held = (
             Timing(series.samples_s),
             Timing(series.submit_s),

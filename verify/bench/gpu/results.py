@@ -13,15 +13,34 @@ from typing import Any
 
 import torch
 
+from refimpl.support import DIRECTIONS
+from verify.bench import files
+from verify.bench.files import Form, NoResults
 from verify.bench.gpu.measure import Key, key
 from verify.bench.gpu.record import Call, Ceiling, Row
 from verify.bench.provenance import ROOT, provenance
 
-SCHEMA = ROOT / "data" / "schemas" / "bench_gpu.schema.json"
+SCHEMA = files.SCHEMAS / "bench_gpu.schema.json"
 SGLANG = ROOT / "data" / "results" / "sglang-0.5.23-h200.json"
 SGLANG_HERE = "sglang_rates.json"  # of `verify.bench.gpu.sglang`, in the folder of a result file of the same GPU
 
 Content = dict[str, Any]
+
+
+def _fault(content: Content) -> str:
+    """Rows refer to sessions, and are held against plain copies in their own direction."""
+    sessions = content["sessions"]
+    for number, session in enumerate(sessions):
+        lacking = set(DIRECTIONS) - {ceiling["direction"] for ceiling in session["ceilings"]}
+        if lacking:
+            return f"$.sessions[{number}].ceilings: no {' and no '.join(sorted(lacking))}"
+    wrong = next((n for n, row in enumerate(content["rows"]) if row["session"] >= len(sessions)), None)
+    if wrong is not None:
+        return f"$.rows[{wrong}].session: {content['rows'][wrong]['session']}, there are {len(sessions)}"
+    return "" if sessions else "$.sessions: there is none"
+
+
+FORM = Form(SCHEMA, _fault)
 
 
 class Results:
@@ -31,7 +50,15 @@ class Results:
         self.path = path
         self.content: Content = {"sessions": [], "rows": []}
         if path and resume and path.exists():
-            self.content = json.loads(path.read_text(encoding="utf-8"))
+            self.content = files.read(path, FORM)[1]
+
+    def require(self, platform: str) -> None:
+        """`NoResults` where sessions were on another platform or GPU: such files are compared, not mixed."""
+        here = _device(platform, gpu())
+        for session in self.content["sessions"]:
+            there = _device(session["settings"]["platform"], session["provenance"]["gpu"])
+            if there != here:
+                raise NoResults(f"{self.path} has results of {there}, and here is {here}: give another --out")
 
     def begin(
         self,
@@ -62,9 +89,13 @@ class Results:
         self.content["rows"] = [old for old in self.content["rows"] if key(old) != key(new)] + [new]
 
     def write(self) -> None:
-        if self.path:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self.path.write_text(as_text(self.content), encoding="utf-8")
+        """Without a session there is nothing to keep."""
+        if self.path and self.content["sessions"]:
+            files.write(self.path, as_text(self.content))
+
+
+def _device(platform: str, gpu: Content | None) -> str:
+    return f"{platform} ({gpu['name'] if gpu else 'no GPU'})"
 
 
 def as_text(content: dict[str, Any]) -> str:
@@ -87,7 +118,7 @@ def sglang(beside: Path | None = None) -> Content:
     content = json.loads(SGLANG.read_text(encoding="utf-8"))
     measured = beside and beside.with_name(SGLANG_HERE)
     if measured and measured.exists():
-        content["here"] = json.loads(measured.read_text(encoding="utf-8"))["rows"]
+        content["here"] = files.parsed(measured)["rows"]
     return content
 
 

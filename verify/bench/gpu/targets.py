@@ -120,15 +120,17 @@ def _rates(row: Content) -> Iterator[Check]:
 
 
 def _against(row: Content, figures: Sequence[Content], target: str) -> Iterator[Check]:
-    """Ahead of SGLang's own choice where that is poor, hardly behind where it is good; each of its own ceiling."""
+    """Ahead of SGLang's own choice where that is poor, hardly behind where it is good; each of its own ceiling.
+
+    Figures of theirs that were not held count: where the queue is full, ours are not held either.
+    """
     ours = {
         "all layers": [cell for cell in measured(row) if cell["mover"] == "auto"],
         "by layer": [cell for cell in row["cells"] if cell["layerwise"] and cell["status"] == "measured"],
     }
     for figure in figures:
-        if not figure["chosen"] or any(figure[k] != row[k] for k in ("case", "layout", "direction")):
-            continue
-        if figure["fraction"] is None:  # it could not be measured
+        same = all(figure[k] == row[k] for k in ("case", "layout", "direction"))
+        if not (same and figure["chosen"] and figure["fraction"] is not None):  # None: it could not be measured
             continue
         poor, theirs = figure["fraction"] < SGLANG_GOOD, figure["fraction"]
         bound = theirs if poor else theirs - SGLANG_BEHIND
@@ -150,8 +152,8 @@ def _blocks(row: Content) -> Iterator[Check]:
 
 
 def _auto(rows: list[Content]) -> Iterator[Check]:
-    """auto is hardly ever behind the best backend, and never far: by the device's time, and by `sustained` rates."""
-    rates = {"": lambda row, cell: cell["gb_per_s"], ", the host's time counted": sustained}
+    """auto is hardly ever behind the best backend, and never far: by rates that last, and by the device alone."""
+    rates = {"": sustained, ", the device's time alone": lambda row, cell: cell["gb_per_s"]}
     for how, rate in rates.items():
         ratios = []
         for row in rows:
@@ -184,15 +186,17 @@ def _submits(row: Content) -> Iterator[Check]:
 
 
 def _submits_beside_calls(row: Content, single: list[Content]) -> Iterator[Check]:
-    """The same without what the driver takes for the calls alone, where the session measured these."""
+    """The same without what the calls alone take, where the session measured these and the queue had room for all.
+
+    Copies are counted as full batches: those of `staged`, a batch a chunk, take longer than what is taken away.
+    """
+    bounds = {"direct": 100e-6, "staged": 2e-3 * row["payload_bytes"] / GIB}
     for cell in measured(row) if single else []:
-        chunks = max(cell["kernels"], 1)
-        driver = chunks * calls.batch_s(single, cell["descriptors"] / chunks)
-        driver += cell["kernels"] * (calls.call_s(single, "launch") + 2 * calls.call_s(single, "event"))
-        bound = {"direct": 100e-6, "staged": 0.5e-3 * row["payload_bytes"] / (256 * MIB)}.get(cell["mover"])
-        if bound:
-            value = cell["submit"]["median_s"] - driver
-            yield Check(f"submit of {cell['mover']}, the driver's calls taken away", name(row), value, bound, False)
+        bound = bounds.get(cell["mover"])
+        if bound and cell["held"]:
+            alone = calls.batch_s(single, cell["descriptors"]) + cell["kernels"] * calls.call_s(single, "launch")
+            value = cell["submit"]["median_s"] - alone
+            yield Check(f"submit of {cell['mover']}, the calls taken away", name(row), value, bound, at_least=False)
 
 
 def _slowdowns(row: Content) -> Iterator[Check]:

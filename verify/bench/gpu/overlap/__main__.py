@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from verify.arena import Arena
-from verify.arguments import Parser
+from verify.arguments import Parser, new_file, seconds, seed
+from verify.bench import files, options
 from verify.bench.gpu import ceilings
 from verify.bench.gpu.clock import clock
 from verify.bench.gpu.overlap.cases import TOYS, WORKLOADS, Workload
 from verify.bench.gpu.overlap.measure import SAMPLES, TRIES, Bench, measure
 from verify.bench.gpu.results import as_text, gpu, plain
-from verify.bench.provenance import ROOT, command_line, provenance
+from verify.bench.provenance import command_line, provenance
 
-SCHEMA = ROOT / "data" / "schemas" / "overlap.schema.json"
+SCHEMA = files.SCHEMAS / "overlap.schema.json"
 SECONDS = 125.0
 
 
@@ -36,7 +35,7 @@ def run(
     """The content of a result file (see `data/schemas/overlap.schema.json`) after each workload, so far."""
     until = time.monotonic() + seconds
     ticking = clock(platform)
-    arena = Arena(max(ceilings.memory_needed(sizes), *(workload.memory_needed() for workload in workloads)))
+    arena = Arena(memory_needed(workloads, sizes))
     settings = {"platform": platform, "seed": seed, "seconds": seconds, "samples": SAMPLES}
     shapes = {workload.model: asdict(workload.shape) for workload in workloads}
     content: dict[str, Any] = {
@@ -56,6 +55,11 @@ def run(
                 yield plain(content)
     finally:
         arena.close()
+
+
+def memory_needed(workloads: Sequence[Workload], sizes: Sequence[int] = ceilings.SIZES) -> int:
+    """Bytes of host memory: one stretch serves copies and pools in turn."""
+    return max(ceilings.memory_needed(sizes), *(workload.memory_needed() for workload in workloads))
 
 
 def summary(content: dict[str, Any]) -> Iterator[str]:
@@ -78,28 +82,30 @@ def _milliseconds(timeline: dict[str, Any] | None) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit code 1 where a cell is wrong or failed."""
-    args = _parser().parse_args(argv)
+    """Exit code 1 where a cell is wrong or failed, 2 where nothing can be measured."""
+    parser = _parser()
+    args = parser.parse_args(argv)
     workloads = WORKLOADS if args.platform == "cuda" else TOYS[args.platform]
+    options.require_platform(parser, args.platform)
+    options.require_memory(parser, memory_needed(workloads), "end what else takes some")
     content: dict[str, Any] = {}
     for content in run(args.platform, workloads, args.seed, args.seconds, args.commit):
         if args.out:
-            args.out.parent.mkdir(parents=True, exist_ok=True)
-            args.out.write_text(as_text(content), encoding="utf-8")
+            files.write(args.out, as_text(content))
     print(*summary(content), sep="\n")
     found = [cell["status"] for row in content["rows"] for cell in row["cells"]]
     found += [done["status"] for done in content["recompute"]]
     return int(any(status in ("wrong", "failed") for status in found))
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> Parser:
     parser = Parser(prog="python -m verify.bench.gpu.overlap", description=__doc__)
-    parser.add_argument("--out", type=Path, metavar="FILE.json", help="write all samples to this file")
+    parser.add_argument("--out", type=new_file, metavar="FILE.json", help="write all samples to this file")
     parser.add_argument(
-        "--seconds", type=float, default=SECONDS, help="what is not begun by then is left out (default: %(default)s)"
+        "--seconds", type=seconds, default=SECONDS, help="what is not begun by then is left out (default: %(default)s)"
     )
     parser.add_argument("--platform", choices=("cuda", *TOYS), default="cuda", help="default: %(default)s")
-    parser.add_argument("--seed", type=int, default=0, help="of weights, rows and page choice (default: %(default)s)")
+    parser.add_argument("--seed", type=seed, default=0, help="of weights, rows and page choice (default: %(default)s)")
     parser.add_argument("--commit", metavar="SHA", help="of a clean tree, where there is no git to ask")
     return parser
 

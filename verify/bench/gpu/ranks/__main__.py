@@ -11,21 +11,22 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from multiprocessing.connection import Connection
 from multiprocessing.shared_memory import SharedMemory
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from refimpl import presets
-from refimpl.devices import settled
-from refimpl.support import BACKENDS as KNOWN
+from refimpl.backends import registry
+from refimpl.devices import platform_of, settled
 from verify import arguments
-from verify.bench.gpu.ranks import cases, meeting, rank, report
+from verify.bench import files
+from verify.bench.gpu.ranks import cases, meeting, rank, report, sentences
 from verify.bench.gpu.ranks.cases import Task, plays
 from verify.bench.gpu.ranks.rank import Orders
 from verify.bench.gpu.ranks.record import Cell, Played, Row, compare
 from verify.bench.gpu.results import as_text, plain
 from verify.bench.provenance import ROOT, command_line, provenance
+from verify.bench.report import as_text as table_text
 
 SCHEMA = ROOT / "data" / "schemas" / "ranks.schema.json"
 SECONDS = 170.0
@@ -135,31 +136,61 @@ def _played(answers: list[Answer], payload_bytes: int) -> list[Played]:
     return [Played.of(play, taken, payload_bytes) for play, taken in zip(plays(len(answers)), samples, strict=True)]
 
 
+def summary(content: dict[str, Any]) -> Iterator[str]:
+    """Tables, cells without a rate, and what all that says."""
+    if any(True for _ in report.measured(content)):
+        yield table_text(report.by_cell(content), left=("model", "pool", "layout", "backend"))
+        yield ""
+        yield table_text(report.kept(content), left=("backend",))
+    yield from report.without_rates(content)
+    yield ""
+    yield from (f"{sentence}." for sentence in sentences.of(content))
+
+
 def main(argv: list[str] | None = None) -> int:
     """Exit code 1 where a cell is wrong or failed."""
-    args = _parser().parse_args(argv)
-    devices = args.devices.split(",") if args.devices else [f"cuda:{i}" for i in range(torch.cuda.device_count())]
+    parser = _parser()
+    args = parser.parse_args(argv)
+    devices = args.devices or tuple(f"cuda:{i}" for i in range(torch.cuda.device_count()))
     if len(devices) < 2:
-        print(f"two devices are needed at least, here are {devices}", file=sys.stderr)
-        return 2
+        parser.error(f"two devices are needed at least, here are {arguments.listed(devices) or 'none'}")
+    if args.samples < 2:
+        parser.error("two samples are needed at least: what they vary by is told too")
     content: dict[str, Any] = {"rows": []}
     chosen = list(cases.tasks(args.models, cases.LAYOUTS, args.backends, len(devices)))
+    if not chosen:
+        parser.error(f"no pool of {arguments.listed(args.models)} is moved by {arguments.listed(args.backends)}")
     for content in run(devices, chosen, args.payload, args.samples, args.slow, args.seed, args.seconds, args.commit):
         if args.out:
-            args.out.parent.mkdir(parents=True, exist_ok=True)
-            args.out.write_text(as_text(content), encoding="utf-8")
+            files.write(args.out, as_text(content))
         print(report.line(content["rows"][-1]), file=sys.stderr, flush=True)
-    print(*report.summary(content), sep="\n")
+    print(*summary(content), sep="\n")
     return int(any(cell["status"] in ("wrong", "failed") for row in content["rows"] for cell in row["cells"]))
 
 
-def _parser() -> argparse.ArgumentParser:
+def _devices(text: str) -> tuple[str, ...]:
+    """Each that is named must be there, and be another one than the rest."""
+    try:
+        names = tuple(settled(name.strip()) for name in text.split(","))
+    except ValueError as wrong:
+        raise argparse.ArgumentTypeError(str(wrong)) from wrong
+    for name in names:
+        if platform_of(name) not in ("cuda", "emulated"):
+            raise argparse.ArgumentTypeError(f"ranks have GPUs, or emulated devices, got {name!r}")
+        if why := registry.unavailable("direct", name):
+            raise argparse.ArgumentTypeError(f"{name}: {why}")
+    if len(set(names)) < len(names):
+        raise argparse.ArgumentTypeError(f"a rank has a device of its own, got {text!r}")
+    return names
+
+
+def _parser() -> arguments.Parser:
     parser = arguments.Parser(prog="python -m verify.bench.gpu.ranks", description=__doc__)
-    parser.add_argument("--out", type=Path, metavar="FILE.json", help="write all samples to this file")
-    parser.add_argument("--devices", metavar="D,D", help="cuda:0,cuda:1, say; default: every GPU")
+    parser.add_argument("--out", type=arguments.new_file, metavar="FILE.json", help="write all samples to this file")
+    parser.add_argument("--devices", type=_devices, metavar="D,D", help="cuda:0,cuda:1, say; default: every GPU")
     models = arguments.one_of("model", presets.MODELS)
     parser.add_argument("--models", type=models, default=cases.MODELS, metavar="M,M", help=", ".join(cases.MODELS))
-    backends = arguments.one_of("backend", KNOWN)
+    backends = arguments.one_of("backend", cases.BACKENDS)
     parser.add_argument("--backends", type=backends, default=cases.BACKENDS, metavar="B,B")
     parser.add_argument(
         "--payload",
@@ -170,12 +201,19 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--samples", type=arguments.positive, default=SAMPLES, metavar="N", help="default: %(default)s")
     parser.add_argument(
-        "--slow", type=float, default=SLOW_S, metavar="S", help="cells whose transfers take longer are left out"
+        "--slow",
+        type=arguments.seconds,
+        default=SLOW_S,
+        metavar="S",
+        help="slower transfers are left out",
     )
     parser.add_argument(
-        "--seconds", type=float, default=SECONDS, help="what is not begun by then is left out (default: %(default)s)"
+        "--seconds",
+        type=arguments.seconds,
+        default=SECONDS,
+        help="left out if not begun by then (default: %(default)s)",
     )
-    parser.add_argument("--seed", type=int, default=0, help="of page choice and fill (default: %(default)s)")
+    parser.add_argument("--seed", type=arguments.seed, default=0, help="of page choice and fill (default: %(default)s)")
     parser.add_argument("--commit", metavar="SHA", help="of a clean tree, where there is no git to ask")
     return parser
 

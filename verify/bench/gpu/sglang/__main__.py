@@ -15,7 +15,8 @@ import torch
 from verify.adapters import sglang_pieces
 from verify.adapters.protocol import Json
 from verify.arena import Arena
-from verify.arguments import Parser
+from verify.arguments import Parser, new_file
+from verify.bench import files
 from verify.bench.gpu import ceilings, results
 from verify.bench.gpu.cases import PAYLOAD, Portion, portions
 from verify.bench.gpu.clock import Clock, clock
@@ -53,7 +54,7 @@ def run(
             for row in rows(bench, portion, figures):
                 print(line(row), flush=True)
                 content["rows"].append(results.plain(asdict(row)))
-                _write(out, content)
+                files.write(out, results.as_text(content))
     finally:
         arena.close()
     return content
@@ -68,11 +69,6 @@ def line(row: Row) -> str:
     return f"{row.case}, {row.layout}, {row.direction}, {row.path}{'' if row.chosen else ' (not chosen)'}: {said}"
 
 
-def _write(out: Path, content: Json) -> None:
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(results.as_text(content), encoding="utf-8")
-
-
 def why_not_here() -> str | None:
     absent = [why for why in map(sglang_pieces.why_absent, PIECES) if why]
     if absent:
@@ -83,7 +79,10 @@ def why_not_here() -> str | None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code: 0, 1 where a function raised or moved other bytes, 2 where nothing can be measured."""
     parser = Parser(prog="python -m verify.bench.gpu.sglang", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True, metavar="FILE.json", help="versions, and all samples")
+    picked_up = f"beside a bench.json, verdicts on that pick it up by the name {results.SGLANG_HERE}"
+    parser.add_argument(
+        "--out", type=new_file, required=True, metavar="FILE.json", help=f"versions, and all samples; {picked_up}"
+    )
     parser.add_argument("--commit", metavar="SHA", help="of a clean tree, where there is no git to ask")
     options = parser.parse_args(argv)
     if why := why_not_here():

@@ -96,7 +96,14 @@ class Prepared(Call):
     """A call whose tables of addresses are made once."""
 
     def addresses(self, layers: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
-        return self._of_device if layers is self.device else self._of_host
+        if layers is self.device:
+            return self._of_device
+        if layers is self.host:
+            return self._of_host
+        raise ValueError(
+            f"a table of {sum(map(len, layers))} layers of {self.bundle.name}: only the lists `device` and `host` "
+            "of the call have one"
+        )
 
     @cached_property
     def _of_device(self) -> list[torch.Tensor]:

@@ -10,7 +10,6 @@ from refimpl.host_buffers import HostBuffers
 from verify.adapters.protocol import Json
 from verify.bench.gpu import ceilings
 from verify.bench.gpu.cases import Portion
-from verify.bench.gpu.clock import Run, Series
 from verify.bench.gpu.measure import Bench
 from verify.bench.gpu.rig import Rig, Stage
 from verify.bench.gpu.sglang.calls import transfer
@@ -99,20 +98,11 @@ def _measure(bench: Bench, stage: Stage, host: HostBuffers, figure: Json, row: R
         row.status, row.reason = "wrong", fault
         return
     stage.fill(host, row.direction)
-    series = _series(bench, run)
+    first = bench.clock.series(lambda: run, 1, 0)
+    series = bench.effort.series(bench.clock, lambda: run, first)
     if fault := stage.fault(host, row.direction):
         row.status, row.reason = "wrong", f"after timing: {fault}"
         return
     row.timing, row.held = Timing(series.samples_s), series.held
     row.gb_per_s = row.payload_bytes / row.timing.median_s / 1e9
     row.fraction = row.gb_per_s / ceilings.of(bench.ceilings, row.direction, row.payload_bytes)
-
-
-def _series(bench: Bench, run: Run) -> Series:
-    """As many samples as the effort allows, by what a first one took."""
-    effort, clock = bench.effort, bench.clock
-    first = clock.series(lambda: run, 1, 0)
-    fewest, most = effort.repeats
-    slow = first.samples_s[0] > effort.slow_s
-    count = 2 if slow else max(fewest, min(most, int(effort.seconds / first.samples_s[0])))
-    return clock.series(lambda: run, count, count * first.submit_s[0])
