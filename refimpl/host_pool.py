@@ -27,7 +27,7 @@ from refimpl.teardown import call_all
 from refimpl.transfer import Transfer
 
 # Of options that are numbers: the least and the most.
-BOUNDS = {"staging_pages": (2, 1 << 32), "blocks": (1, 1024)}
+BOUNDS = {"staging_pages": (2, 1 << 32), "blocks": (1, 1024), "registration_limit": (1, 1 << 62)}
 
 
 class HostPool(HostBuffers):
@@ -65,7 +65,8 @@ class HostPool(HostBuffers):
         platform = platform or ("cuda" if only_cuda and torch.cuda.is_available() else "cpu")
         self.paths = require(spec, layout, backend, platform_of(platform), profile)
         spec.require_pages(num_pages)
-        for option, value in (("staging_pages", staging_pages), ("blocks", blocks)):
+        asked = {"staging_pages": staging_pages, "blocks": blocks, "registration_limit": registration_limit}
+        for option, value in asked.items():
             least, most = BOUNDS[option]
             if value is not None and not (is_int(value) and least <= value <= most):
                 raise ValueError(
@@ -299,6 +300,8 @@ def _book(bookings: list[Callable[[], None]], owner: str, budget: Budget | None,
     """Book bytes; returns what gives them back, the first time that it is called."""
     if budget is None:
         return lambda: None
+    if not isinstance(budget, Budget):
+        raise TypeError(f"pool {owner!r}: a budget is a Budget, which pools share, got {budget!r:.80}")
     budget.book(owner, nbytes)
     bookings.append(cache(partial(budget.release, owner, nbytes)))
     return bookings[-1]

@@ -701,13 +701,31 @@ def test_layers_may_come_as_anything_that_counts(kind: Callable[[list[int]], Any
     assert moved.bytes == host.prepare(device, GOOD, GOOD, "load").run((0, 1)).bytes > 0
 
 
-@pytest.mark.parametrize("value", [0, -1, 2.5, True, "4", 10**12])
-@pytest.mark.parametrize("option", ["staging_pages", "blocks"])
+@pytest.mark.parametrize("value", [0, -1, 2.5, True, "4", 10**20])
+@pytest.mark.parametrize("option", ["staging_pages", "blocks", "registration_limit"])
 def test_an_option_that_is_no_sensible_number_is_refused(option: str, value: Any) -> None:
     budget = Budget(10**9)
     with pytest.raises(ValueError, match=rf"{option} must be from \d to [\d,]+, or None; got {value!r}"):
         HostPool(SPEC, "page_first", 4, "torch", budget=budget, **{option: value})
     assert budget.available == budget.total
+
+
+@pytest.mark.parametrize("option", ["budget", "device_budget"])
+def test_a_budget_is_no_number(option: str) -> None:
+    with pytest.raises(TypeError, match="a budget is a Budget, which pools share, got 1000"):
+        HostPool(SPEC, "page_first", 4, "staged", platform="emulated", **{option: 1000})  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("total", [-1, 2.5, "x", None, True])
+def test_a_budget_is_a_whole_number_of_bytes(total: Any) -> None:
+    with pytest.raises(ValueError, match=f"a budget is a whole number of bytes, got {total!r}"):
+        Budget(total)
+
+
+@pytest.mark.parametrize("ranks", [0, -1, 1.5, "2"])
+def test_memory_is_shared_by_whole_ranks(ranks: Any) -> None:
+    with pytest.raises(ValueError, match=f"memory is shared by one rank or more, got {ranks!r}"):
+        Budget.of_this_machine(ranks)
 
 
 def test_a_pool_is_closed_also_when_a_registration_cannot_be_undone() -> None:
