@@ -107,7 +107,7 @@ class HostPool(HostBuffers):
         memory = memory or HostMemory(CudaRegistrar(self.platform) if pinned else None)
         super().__init__(spec, layout, setup.num_pages, memory, registration_limit)
         for block in self._blocks:
-            block.close_after(self._finish)
+            block.close_after(self._mover.close)
         if pinned:
             self._require_pinned()
 

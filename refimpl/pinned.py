@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, Protocol
 
@@ -35,14 +35,6 @@ class Registrar(Protocol):
     def device_address(self, address: int, device: str) -> int | None: ...
 
 
-class User(Protocol):
-    """Who uses memory, as a `weakref.finalize`: called to wait until that has ended, and not alive afterwards."""
-
-    @property
-    def alive(self) -> bool: ...
-    def __call__(self) -> object: ...
-
-
 class Block:
     """`nbytes` of host memory as a uint8 tensor. The memory itself lives as long as any tensor that shares it."""
 
@@ -50,12 +42,16 @@ class Block:
         self.tensor = tensor
         self.chunks = chunks
         self._registrar = registrar
-        self._first: list[User] = []
+        self._first: list[Callable[[], None]] = []
         self._undo = weakref.finalize(self, _close, self._first, registrar, chunks)
 
-    def close_after(self, user: User) -> None:
-        """Finish this before registrations are undone, however that comes about: it waits for who uses the memory."""
-        self._first[:] = [*(first for first in self._first if first.alive), user]
+    def close_after(self, call: Callable[[], None]) -> None:
+        """Call this before registrations are undone, however that comes about: it waits for whoever uses the memory."""
+        self._first.append(call)
+
+    def forget(self, call: Callable[[], None]) -> None:
+        """Undo one `close_after`, for somebody who uses the memory no longer."""
+        self._first.remove(call)
 
     def device_address(self, address: int, device: str) -> int | None:
         """The address under which a device reaches `address`, if it has one; the same one for pageable memory."""
@@ -164,7 +160,7 @@ class CudaRegistrar:
         library.check(error, f"{function} at {address:#x}")
 
 
-def _close(first: list[User], registrar: Registrar | None, chunks: list[tuple[int, int]]) -> None:
+def _close(first: list[Callable[[], None]], registrar: Registrar | None, chunks: list[tuple[int, int]]) -> None:
     call_all((*first, partial(_unregister, registrar, chunks)))
 
 

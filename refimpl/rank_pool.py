@@ -63,8 +63,16 @@ class RankPool(HostPool):
             blocks=blocks,
         )
         self._slots = whole.allocator
-        for block in whole._memory():
-            block.close_after(self._finish)
+        self._shared = [*whole._memory()]
+        for block in self._shared:
+            block.close_after(self._mover.close)
+
+    def close(self) -> None:
+        """Wait for copies under way; the whole pool stays as it is. Idempotent."""
+        super().close()
+        shared, self._shared = self._shared, []
+        for block in shared:
+            block.forget(self._mover.close)
 
     def _tensors(self, buffer: Buffer, memory: HostMemory, limit: int | None) -> list[torch.Tensor]:
         """Views of the whole pool's."""
