@@ -16,7 +16,7 @@ from kernels_cupy.jobs import runs_and_bytes
 from kernels_cupy.pieces import pieces
 from kernels_cupy.runtimes import emulated
 from kernels_cupy.specs import HASH
-from refimpl import DevicePool, HostPool, presets, slots_of
+from refimpl import Budget, DevicePool, HostPool, presets, slots_of
 from refimpl.runtime import Stuck
 from refimpl.transfer import Transfer
 from verify.guarded import on_the_device
@@ -87,13 +87,9 @@ def test_a_layout_rules_out_who_refuses_it() -> None:
 
 
 def test_memory_that_cannot_be_had_rules_out_staged() -> None:
-    class Full:
-        def book(self, owner: str, nbytes: int) -> None:
-            raise MemoryError("no device memory is left")
-
-    host = HostPool(SPEC, "page_first", 9, "auto", platform="emulated", device_budget=Full())  # pyright: ignore[reportArgumentType]
+    host = HostPool(SPEC, "page_first", 9, "auto", platform="emulated", device_budget=Budget(1))
     transfer = host.prepare(DevicePool(SPEC, 9), slots_of([1], 4), slots_of([2], 4), "load")
-    assert "staged  out: no device memory is left" in explain(transfer)
+    assert "staged  out: kv needs 7,680 bytes, 1 of the budget of 1 are left" in explain(transfer)
 
 
 def test_only_auto_explains() -> None:
