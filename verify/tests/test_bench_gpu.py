@@ -288,7 +288,10 @@ def test_auto_is_judged_by_what_lasts_and_by_the_device_alone() -> None:
     for cell in found["cells"]:
         cell["submit"] = {"median_s": slow if cell["mover"] != "kernel" else 50e-6}
     lines = targets.verdicts({"sessions": [{}], "rows": [found]}, sglang())
-    assert [line.split(":")[0] for line in lines if "auto against the best backend" in line] == ["MISSED", "met"]
+    assert [line.split(";")[0] for line in lines if "auto against the best backend" in line] == [
+        "MISSED: auto against the best backend: 0 of 1",
+        "met: auto against the best backend, the device's time alone: 1 of 1",
+    ]
 
 
 @pytest.mark.emulated
