@@ -50,6 +50,7 @@ class RankPool(HostPool):
         if not is_int(rank) or not 0 <= rank < ranks:
             raise ValueError(f"there is no rank {rank!r} of {ranks}: they are numbered 0..{ranks - 1}")
         self.whole, self.rank = whole, rank
+        self._shared: list[Block] = []  # already now: what cannot be made is closed
         whole.require_open()
         super().__init__(
             spec,

@@ -44,6 +44,7 @@ from refimpl import (
     slots_of,
     support,
 )
+from refimpl.backends.protocol import Setup
 from refimpl.operations import Operation
 from refimpl.pinned import CudaRegistrar, Registrar
 from refimpl.rank_pool import part
@@ -282,6 +283,21 @@ def test_a_rank_that_is_shared_out_again_is_waited_for_too(backend: str) -> None
     whole.close()
     assert receipt.event
     assert receipt.event.query()
+
+
+@pytest.mark.emulated
+def test_a_rank_over_memory_that_is_not_pinned_says_so() -> None:
+    """On a GPU a rank finds that out while it is made, and is closed then."""
+
+    class OnAGpu(RankPool):
+        def _acquire(self, setup: Setup, memory: HostMemory | None, registration_limit: int | None) -> None:
+            super()._acquire(setup, memory, registration_limit)
+            self._require_pinned()
+
+    whole = HostPool(presets.mha(2, 4, 8, BYTE, PAGE), "page_head", PAGES, "kernel", platform="emulated")
+    with pytest.raises(ValueError, match="backend 'kernel' needs pinned memory on a GPU"):
+        OnAGpu(whole, 0, 2)
+    assert not whole.closed
 
 
 def test_ranks_that_have_ended_are_forgotten() -> None:
