@@ -204,11 +204,18 @@ class Budget:
         with self._lock:
             while self._released:
                 owner, nbytes = self._released.popleft()
+                if nbytes > self._booked[owner]:
+                    raise ValueError(
+                        f"{owner} released {nbytes:,} bytes and had booked {self._booked[owner]:,}: release what was "
+                        "booked, once"
+                    )
                 self._booked[owner] -= nbytes
             return self.total - self._booked.total()
 
     def book(self, owner: str, nbytes: int) -> None:
         """Take bytes for `owner`, or raise `MemoryError` and take nothing."""
+        if not is_int(nbytes) or nbytes < 0:
+            raise ValueError(f"a whole number of bytes is booked, got {nbytes!r}")
         with self._lock:
             if nbytes > self.available:
                 raise MemoryError(
@@ -218,7 +225,7 @@ class Budget:
             self._booked[owner] += nbytes
 
     def release(self, owner: str, nbytes: int) -> None:
-        """Give back what was booked."""
+        """Give back what was booked. More than that is told by a `ValueError` when the budget is next asked."""
         self._released.append((owner, nbytes))
 
 

@@ -99,6 +99,8 @@ class Rig:
         layout: str = "page_first",
         seed: int = 0,
     ) -> None:
+        if kind not in KINDS:
+            raise ValueError(f"no stack {kind!r}; there are {', '.join(KINDS)}")
         self.platform, self.backend = platform, backend
         self.stack = build_stack(
             KINDS[kind](PAGE), layout, backend, device_pages=PAGES, host_ratio=1.0, platform=platform, staging_pages=2

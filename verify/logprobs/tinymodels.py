@@ -395,6 +395,8 @@ def _mamba(page_size: int) -> Recipe:
 
 def _v4(page_size: int) -> Recipe:
     """Rings shorter than a page, so that they are overwritten in place; a whole page where they are not."""
+    if page_size % RING:
+        raise ValueError(f"a page of `v4` holds whole rings of {RING} tokens, got page_size {page_size}")
     every, c4 = (0, 1, 2), (1, 2)
     kinds: dict[int, MakeMixer] = {0: partial(Compressed, compress=False), 1: Compressed, 2: Compressed}
     entries = page_size // RATIO
@@ -419,8 +421,10 @@ MODELS: dict[str, tuple[int, Callable[[int], Recipe]]] = {
 
 def model(name: str, device: str | torch.device = "cpu", page_size: int | None = None, seed: int = 0) -> TinyModel:
     """A model of `MODELS` with its weights on a device. A V4 page holds whole rings."""
+    if name not in MODELS:
+        raise ValueError(f"no model {name!r}; there are {', '.join(MODELS)}")
     usual, recipe = MODELS[name]
-    specs, kinds, windows = recipe(page_size or usual)
+    specs, kinds, windows = recipe(usual if page_size is None else page_size)
     generator = torch.Generator().manual_seed(seed)
 
     def matrix(rows: int, columns: int) -> torch.Tensor:

@@ -469,6 +469,25 @@ def test_pools_without_bytes_come_and_go() -> None:
     assert budget.available == 100
 
 
+@pytest.mark.parametrize("nbytes", [-1, 0.5, True, None])
+def test_what_is_no_number_of_bytes_is_not_booked(nbytes: Any) -> None:
+    budget = Budget(100)
+    with pytest.raises(ValueError, match=f"a whole number of bytes is booked, got {nbytes}"):
+        budget.book("kv", nbytes)
+    assert budget.available == 100
+
+
+def test_bytes_that_were_never_booked_are_not_released() -> None:
+    budget = Budget(100)
+    budget.book("kv", 30)
+    budget.release("kv", 40)
+    with pytest.raises(ValueError, match="kv released 40 bytes and had booked 30: release what was booked, once"):
+        budget.book("indexer", 80)
+    assert budget.available == 70, "told once, and left out"
+    budget.release("kv", 30)
+    assert budget.available == 100
+
+
 def test_threads_never_book_more_than_there_is() -> None:
     budget = Budget(1000)
     booked: list[int] = []

@@ -93,5 +93,10 @@ def finding(fault: Fault, check: Check, way: Way, seed: int) -> str:
     return ""
 
 
+def test_a_stack_that_there_is_none_of_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="no stack 'gpt'; there are mha, mha-draft, mla, dsa"):
+        Rig(Controller, "gpt")
+
+
 def test_every_check_finds_some_fault() -> None:
     assert set(CHECKS) == {check for fault in FAULTS for check in fault.checks}

@@ -55,6 +55,20 @@ def a_model(name: str, platform: str = "cpu", page_size: int | None = None) -> T
 # ---- models
 
 
+@pytest.mark.parametrize(
+    ("name", "page_size", "reason"),
+    [
+        ("gpt", None, "no model 'gpt'; there are mha, mla, swa, mamba, v4"),
+        ("v4", 1, "a page of `v4` holds whole rings of 8 tokens, got page_size 1"),
+        ("v4", 12, "a page of `v4` holds whole rings of 8 tokens, got page_size 12"),
+        ("mla", 0, "page_size must be at least 1, got 0"),
+    ],
+)
+def test_a_model_that_there_cannot_be_is_refused(name: str, page_size: int | None, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        a_model(name, page_size=page_size)
+
+
 TEXT = tuple((7 * i * i + 3 * i) % VOCABULARY for i in range(75))
 CHUNKS: dict[str, Sequence[int]] = {"decode": [1] * 75, "pages": [16] * 5, "uneven": [3, 17, 1, 30, 2], "one": [74]}
 

@@ -176,8 +176,11 @@ def test_committed_results_are_of_their_kind_and_no_other(name: str) -> None:
         files.read(here.committed(name), other)
 
 
-def test_sglangs_rates_that_are_damaged_are_told_before_anything_is_measured(tmp_path: Path, capsys: Captured) -> None:
-    (tmp_path / results.SGLANG_HERE).write_text('{"rows": [')
+@pytest.mark.parametrize("damaged", ['{"rows": [', "[]", '{"rows": []}'])
+def test_sglangs_rates_that_are_damaged_are_told_before_anything_is_measured(
+    damaged: str, tmp_path: Path, capsys: Captured
+) -> None:
+    (tmp_path / results.SGLANG_HERE).write_text(damaged)
     line = told(gpu_program.main, ["--platform", "emulated", "--out", str(tmp_path / "bench.json")], capsys)
     assert f"{tmp_path / results.SGLANG_HERE}: " in line
 

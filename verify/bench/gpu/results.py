@@ -41,6 +41,7 @@ def _fault(content: Content) -> str:
 
 
 FORM = Form(SCHEMA, _fault)
+SGLANG_FORM = Form(files.SCHEMAS / "sglang_rates.schema.json")
 
 
 class Results:
@@ -118,7 +119,7 @@ def sglang(beside: Path | None = None) -> Content:
     content = json.loads(SGLANG.read_text(encoding="utf-8"))
     measured = beside and beside.with_name(SGLANG_HERE)
     if measured and measured.exists():
-        content["here"] = files.parsed(measured)["rows"]
+        content["here"] = files.read(measured, SGLANG_FORM)[1]["rows"]
     return content
 
 

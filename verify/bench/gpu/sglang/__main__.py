@@ -23,9 +23,8 @@ from verify.bench.gpu.clock import Clock, clock
 from verify.bench.gpu.measure import Bench, Effort, memory_needed
 from verify.bench.gpu.sglang.calls import PIECES
 from verify.bench.gpu.sglang.measure import Row, rows, wanted
-from verify.bench.provenance import ROOT, command_line, provenance
+from verify.bench.provenance import command_line, provenance
 
-SCHEMA = ROOT / "data" / "schemas" / "sglang_rates.schema.json"
 SEED = 0
 
 
