@@ -168,14 +168,20 @@ def against(way: recommend.Way, other: recommend.Way | None) -> tuple[float, str
 # ---- the answer, and what engines do
 
 
-def answer(model: str, choice: recommend.Choice[recommend.Pair], pools: int) -> list[str]:
-    """The one pair for all pools of a model, what is as good, and what is next."""
+def answer(model: str, choice: recommend.Choice[recommend.Pair], pools: int, absent: Sequence[str] = ()) -> list[str]:
+    """The one pair for all pools of a model, what is as good, what is next, and what of the model was not measured.
+
+    pools   how many were measured
+    absent  of `recommend.lacking`
+    """
     taken, (way, share) = choice.taken, choice.taken.least
     told = [
         f"**{model}: take `{taken.layout}` with `{taken.backend}`.** Over pools ({pools}) and directions that is "
         f"{taken.fraction.value:.1%} of the rate with the best pair for each, and at worst {share:.1%}, in "
         f"{way.pool} {way.direction}."
     ]
+    if absent:
+        told.append(f"**Without {', '.join(absent)}: not measured with such pages, so that may want another pair.**")
     level = [f"`{option.layout}` with `{option.backend}`" for option in choice.level if option is not taken]
     if level:
         told.append(f"As fast, within noise: {', '.join(level)}.")

@@ -88,9 +88,12 @@ def lacks(what):
 # One layout and one backend for all pools of the model, in both directions. Pairs that noise cannot tell apart are level; the one advised is, of those, the one that costs the host and a model beside it the least time. [How it is computed](#What-to-take) is below, with the advice for each pool and direction by itself.
 
 # %%
-able = recommend.pairs([way for way in found if way.backend in WAYS])
+fixed = [way for way in found if way.backend in WAYS]
+able = recommend.pairs(fixed)
 if able:
-    book.say(*pairings.answer(name_of(MODEL, PAGE_SIZE), recommend.choose(able), len({way.pool for way in found})))
+    absent = recommend.lacking(fixed, pools.values())
+    choice, measured = recommend.choose(able), len({way.pool for way in fixed})
+    book.say(*pairings.answer(name_of(MODEL, PAGE_SIZE), choice, measured, absent))
 else:
     lacks(name_of(MODEL, PAGE_SIZE))
     book.say(f"{MODEL}: {nearest.sentence(bench, pools.values(), layouts, PAGE_SIZE)}.")

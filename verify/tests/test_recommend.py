@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 
 from refimpl import presets, support
+from refimpl.support import DIRECTIONS
 from verify.bench.gpu import here, recommend
 from verify.bench.gpu.cases import MODELS, name_of
 from verify.bench.gpu.nearest import nearest, sentence
-from verify.bench.gpu.recommend import Way, advice, choose, crossover, pairs, rows_of, rows_of_model, ways
+from verify.bench.gpu.recommend import Way, advice, choose, crossover, lacking, pairs, rows_of, rows_of_model, ways
 from verify.bench.noise import FLOOR, Fraction, fraction
 
 BYTES = 10**9
@@ -142,13 +143,33 @@ def test_advice_names_pairs_margins_and_what_is_level() -> None:
         *(row("kv", direction, "page_unified", {"direct": (1.01, 0.5)}) for direction in ("backup", "load")),
     )
     content["rows"][0]["cells"][1]["interference"] = {"slowdown": 0.25, "gb_per_s": 1.0}
-    backup, load, both, auto, beside = advice(content, content["rows"])
+    backup, load, both, absent, auto, beside = advice(content, content["rows"])
+    assert absent.startswith("mamba backup, mamba load: not measured with such pages")
     assert backup.startswith("kv backup: take page_first with kernel: 1.0 GB/s, 100.0% (100.0% to 100.0%) of the")
     assert "Level within noise: direct in page_unified. Behind: page_first with direct, 0.50 of the fastest." in load
     assert both.startswith("kv both ways: take page_first with kernel: 100.0% (100.0% to 100.0%) of what the best")
     assert "takes 100,000 µs of the host, and a matmul beside it 250,000 µs longer" in backup
     assert beside == "while bytes move, a matmul loses of its rate (medians): kernel backup 25.0%"
     assert "80.0% of the rate of the best backend in the same layout (median of 2)" in auto
+
+
+def test_advice_on_all_pools_is_given_where_all_were_measured_both_ways() -> None:
+    cells = {"direct": (1.0, 0.1)}
+    whole = [row(pool, direction, "page_first", cells) for pool in ("kv", "mamba") for direction in DIRECTIONS]
+    content = results(*whole)
+    assert "all 2 pools both ways: take page_first with direct" in " ".join(advice(content, whole))
+    del whole[-1]
+    told = advice(content, whole)
+    assert any(line.startswith("mamba load: not measured with such pages") for line in told)
+    assert not any(line.startswith("all") for line in told)
+
+
+def test_a_pool_without_bytes_lacks_nothing() -> None:
+    specs = presets.model("deepseek-v4-flash")
+    names = [name for name, spec in specs.items() if spec.page_bytes]
+    assert "kv" in specs.keys() - set(names), "the anchor of a V4 stack"
+    found = [way("direct", 1.0, pool=name, direction=direction) for name in names for direction in DIRECTIONS]
+    assert lacking(found, specs.values()) == []
 
 
 def test_nothing_measured_is_no_advice() -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Generic, Protocol, TypeVar
 
-from refimpl import LAYOUTS, presets
+from refimpl import LAYOUTS, PoolSpec, presets
 from refimpl.support import DIRECTIONS
 from verify.bench.gpu import ceilings
 from verify.bench.noise import Fraction, fraction
@@ -173,6 +173,17 @@ def by_pool_and_direction(found: Iterable[Way]) -> dict[tuple[str, str], list[Wa
     return groups
 
 
+def lacking(found: Iterable[Way], pools: Iterable[PoolSpec]) -> list[str]:
+    """Pools and directions of which no pair was measured: advice on all pools is without them."""
+    measured = {(way.pool, way.direction) for way in found}
+    return [
+        f"{spec.name} {direction}"
+        for spec in pools
+        for direction in DIRECTIONS
+        if spec.page_bytes and (spec.name, direction) not in measured
+    ]
+
+
 @dataclass(frozen=True)
 class Pair:
     """One layout and backend for several pools and directions.
@@ -227,7 +238,9 @@ def advice(content: Content, rows: Sequence[Content]) -> list[str]:
     said = [_best(where, choose(group)) for where, group in groups.items()]
     for pool in pools:
         said.append(_one_pair(f"{pool} both ways", [way for way in found if way.pool == pool]))
-    if len(pools) > 1:
+    if absent := lacking(found, presets.model(rows[0]["case"].partition(", page ")[0]).values()):
+        said.append(f"{', '.join(absent)}: not measured with such pages, so nothing here holds for that")
+    elif len(pools) > 1:
         said.append(_one_pair(f"all {len(pools)} pools both ways", found))
     return said + _auto(ways(content, rows, ("auto",)), groups) + _beside_a_matmul(content)
 
