@@ -28,7 +28,7 @@ from kernels_cupy.runtimes import runtime
 from kernels_cupy.specs import HASH
 from kernels_cupy.staged import HALVES
 from refimpl.device_pool import DevicePool
-from refimpl.devices import number_of, platform_of, settled
+from refimpl.devices import absent, platform_of, settled
 from refimpl.geometry import Component, PoolSpec
 from refimpl.host_pool import HostPool
 from refimpl.indices import slots_of
@@ -166,18 +166,15 @@ def _held(port: Runtime, transfer: Transfer, count: int, hold: float) -> float:
     return port.seconds(begin, end)
 
 
-def why_not(device: str) -> str:
-    """Why there is nothing to calibrate by that name, or nothing. Emulated devices have no speed worth a table."""
+def why_not(device: str) -> str | None:
+    """Why there is nothing to calibrate by that name, or None. Emulated devices have no speed worth a table."""
     try:
         name = settled(device)
     except ValueError as error:
         return str(error)
     if platform_of(name) != "cuda":
         return f"GPUs are calibrated, and {device!r} is none: write 'cuda:1' for the second, 'cuda' for the current one"
-    if not torch.cuda.is_available():
-        return "a CUDA device is needed, and there is none"
-    count = torch.cuda.device_count()
-    return "" if number_of(name) < count else f"there is no {device}: the last GPU here is cuda:{count - 1}"
+    return absent(name)
 
 
 def place(path: Path) -> Path:

@@ -51,6 +51,16 @@ def settled(device: str) -> str:
     return f"{platform}:{number or 0}" if platform in ("cuda", "emulated") else device
 
 
+def absent(device: str) -> str | None:
+    """Why a GPU of that name is not here, or None if it is; other devices always are."""
+    if platform_of(device) != "cuda":
+        return None
+    if not torch.cuda.is_available():
+        return "a CUDA device is needed, and there is none"
+    last = torch.cuda.device_count() - 1
+    return f"there is no {device}: the last GPU here is cuda:{last}" if number_of(device) > last else None
+
+
 def memory_of(device: str) -> str:
     """Where its memory is, as torch says it.
 

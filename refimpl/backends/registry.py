@@ -6,10 +6,8 @@ import importlib
 from collections.abc import Callable
 from functools import cache
 
-import torch
-
 from refimpl.backends.protocol import Backend, Setup
-from refimpl.devices import number_of, platform_of
+from refimpl.devices import absent
 from refimpl.emulated import HostQueue
 from refimpl.runtime import Runtime
 
@@ -31,11 +29,8 @@ def unavailable(name: str, platform: str = "cpu") -> str | None:
     """Why a backend cannot be used here, or None if it can."""
     if name not in MODULES:
         return f"no implementation of backend {name!r} is installed (installed: {', '.join(MODULES)})"
-    if platform_of(platform) == "cuda":
-        if not torch.cuda.is_available():
-            return "no CUDA device is here"
-        if number_of(platform) >= torch.cuda.device_count():
-            return f"there is no {platform}, the CUDA devices here are numbered 0..{torch.cuda.device_count() - 1}"
+    if why := absent(platform):
+        return why
     try:
         backend = _load(name)
         if MODULES[name].startswith(RUNTIMES.split(".")[0]):

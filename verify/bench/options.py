@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 
 import psutil
-import torch
 
 from refimpl import LAYOUTS, presets
+from refimpl.devices import absent
 from refimpl.support import BACKENDS
 from verify.arguments import listed, nbytes, one_of, positive, seconds, seed
 from verify.bench.measure import Settings, memory_needed
@@ -71,5 +71,5 @@ def require_memory(parser: argparse.ArgumentParser, needed: int, way_out: str) -
 
 def require_platform(parser: argparse.ArgumentParser, platform: str) -> None:
     """Ends the program where a GPU is asked for and there is none."""
-    if platform == "cuda" and not torch.cuda.is_available():
-        parser.error("a CUDA device is needed, and there is none: --platform emulated does without")
+    if why := absent(platform):
+        parser.error(f"{why}: --platform emulated does without")

@@ -455,7 +455,7 @@ MISTAKEN = {
     "--devices cpu,cpu": "ranks have GPUs, or emulated devices, got 'cpu'",
     "--devices nope,emulated:1": "ranks have GPUs, or emulated devices, got 'nope'",
     "--devices emulated:x,emulated:1": "'emulated:x' names no device",
-    "--devices cuda:0,cuda:99": "no CUDA device is here|there is no cuda:99",
+    "--devices cuda:0,cuda:99": "a CUDA device is needed|there is no cuda:99",
     "--devices emulated:0,emulated:1 --backends numba": "there is no backend 'numba'; there are direct, kernel",
     "--devices emulated:0,emulated:1 --samples 1": "two samples are needed at least",
     "--devices emulated:0,emulated:1 --models deepseek-v4-flash --backends staged --samples 0": "positive integer",

@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-import torch
-
+from refimpl.devices import absent
 from verify.adapters import sglang_pieces
 from verify.adapters.protocol import Json
 from verify.arena import Arena
@@ -69,10 +68,9 @@ def line(row: Row) -> str:
 
 
 def why_not_here() -> str | None:
-    absent = [why for why in map(sglang_pieces.why_absent, PIECES) if why]
-    if absent:
-        return f"SGLang 0.5.23 is needed: {absent[0]}"
-    return None if torch.cuda.is_available() else "a CUDA device is needed, and there is none"
+    if why := next(filter(None, map(sglang_pieces.why_absent, PIECES)), None):
+        return f"SGLang 0.5.23 is needed: {why}"
+    return absent("cuda")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
