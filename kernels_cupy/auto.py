@@ -78,7 +78,12 @@ class Auto:
         return next(iter(self._backends.values())).read(indices)
 
     def place(self, items: Items, direction: str) -> None:
-        """Not before it is clear which backend will need what."""
+        """Lists that are left on the device, for each that may be chosen: whoever gave them may change them next.
+
+        Others not before it is clear which backend will need what.
+        """
+        for backend in self._backends.values() if items.unchecked else ():
+            backend.place(items, direction)
 
     def candidates(self, plan: Plan, layers: tuple[int | None, ...], items: Items, direction: str) -> list[Candidate]:
         """Every backend, fastest first, with the time that the table predicts or the reason why it is out."""
@@ -87,7 +92,8 @@ class Auto:
             unread = [
                 pages.side for pages in items.unchecked if not self._backends[name].stays(pages.side, pages.indices)
             ]
-            if name == "kernel" and out_of_reach(plan):
+            by_kernels = name == "kernel" or (name == "staged" and direction == "backup" and items.unchecked)
+            if by_kernels and out_of_reach(plan):
                 found.append(Candidate(name, reason=out_of_reach(plan)))
             elif unread:
                 found.append(Candidate(name, reason=f"the {unread[0]} indices stay on the device"))

@@ -6,15 +6,17 @@ torch's default: then a stream beside it takes over, from the caller's last work
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
-from kernels_cupy.jobs import device_addresses, jobs, out_of_reach, registration_of
+from kernels_cupy.jobs import begins_and_offsets, device_addresses, jobs, out_of_reach, registration_of
 from kernels_cupy.lists import read
 from kernels_cupy.runtimes import runtime
 from refimpl.backends.protocol import Setup
 from refimpl.indices import Items
-from refimpl.plan import Plan, Registration
+from refimpl.plan import Plan
 from refimpl.receipt import Receipt
 from refimpl.runtime import BATCHED, Completion, Pending, Runtime, Stream
 
@@ -45,15 +47,15 @@ class CopyEngine:
         if with_batches is not caller:
             self._runtime.wait(with_batches, self._runtime.record(caller))
         to, source = (host, device) if direction == "backup" else (device, host)
+        end = self._pending.until(self._runtime, with_batches, plan)
         try:
-            call = submit(self._runtime, with_batches, to, source, nbytes, out_of_reach(plan))
+            with end:
+                call = submit(self._runtime, with_batches, to, source, nbytes, out_of_reach(plan))
         finally:  # some batches may be on their way even if another one failed
-            done = self._runtime.record(with_batches)
-            self._pending.add(done, plan)
             if with_batches is not caller:
-                self._runtime.wait(caller, done)
+                end.hold(caller)
         path = "direct" if call == BATCHED else f"direct ({call})"
-        return Receipt(path, int(nbytes.sum()), len(nbytes), event=Completion(done))
+        return Receipt(path, int(nbytes.sum()), len(nbytes), event=Completion(end.event))
 
     def close(self) -> None:
         self._pending.wait()
@@ -75,15 +77,16 @@ def descriptors(plan: Plan, layers: tuple[int | None, ...], items: Items) -> Des
     host_items, device_items = items.checked()
     order = np.argsort(host_items, kind="stable")
     host_items, device_items = host_items[order], device_items[order]
+    registrations, _ = begins_and_offsets(plan)
     found = []
     for job in jobs(plan, layers):
         host = job.host.addresses(host_items, job.offsets[0])
         device = job.device.addresses(device_items, job.offsets[1])
         if job.keeps_page_together:  # page after page: the bus likes addresses that are near each other
             host, device = host.swapaxes(0, 1), device.swapaxes(0, 1)
-        found.append(merged(host.reshape(-1), device.reshape(-1), job.run, plan.registrations)[:3])
+        found.append(merged(host.reshape(-1), device.reshape(-1), job.run, registrations)[:3])
     host, device, nbytes = map(np.concatenate, zip(*found, strict=True))
-    return device_addresses(plan.registrations, host), device, nbytes
+    return device_addresses(plan, host), device, nbytes
 
 
 def joined_items(items: Items) -> int:
@@ -110,12 +113,12 @@ def merged(
     host: np.ndarray,
     other: np.ndarray,
     run: int,
-    registrations: tuple[Registration, ...],
+    registrations: np.ndarray | Sequence[int],
     group: np.ndarray | None = None,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Runs that lie behind each other on both sides as one; the last array says at which run each begins.
 
-    Not those that would cross a registration's edge (a copy may not), nor those of different groups.
+    Not those that would cross the begin of one of the registrations (a copy may not), nor those of different groups.
     """
     apart = (steps(host) != run) | (steps(other) != run)
     if group is not None:

@@ -52,6 +52,8 @@ class CudaRuntime:
             raise ImportError(f"CuPy cannot be imported ({missing}); it launches the kernels") from missing
         self.name, self._number, self._device = f"cuda:{number}", number, torch.device("cuda", number)
         self._cupy: Any = cupy
+        # A GPU that torch has not used yet is not current, though it may say so.
+        torch.empty(1, device=self._device)
         self._copies = Copies()
         self._cupy_streams: dict[int, Any] = {}
         self._dealt: deque[torch.cuda.Stream] = deque()  # the one that was dealt last comes last

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -66,7 +66,7 @@ class Job:
         runs = len(self.offsets[0])
         return Job(host, device, (), self.run, tuple(home for home in self.homes for _ in range(runs)))
 
-    @property
+    @cached_property
     def keeps_page_together(self) -> bool:
         """Whether the host's layers lie inside a page."""
         first, second = (*self.host.starts.tolist(), 0, 0)[:2]
@@ -142,8 +142,12 @@ def needs_table(plan: Plan) -> bool:
 
 
 def out_of_reach(plan: Plan) -> str:
-    """Why kernels cannot reach the host's memory, or nothing."""
-    return "host memory has no address on the device" if any(r.alias is None for r in plan.registrations) else ""
+    """Why kernels cannot reach the host's memory, or nothing; found out once."""
+    reason = plan.derived.get("out of reach")
+    if reason is None:
+        unseen = any(r.alias is None for r in plan.registrations)
+        reason = plan.derived["out of reach"] = "host memory has no address on the device" if unseen else ""
+    return reason
 
 
 def require_reach(plan: Plan) -> None:
@@ -155,7 +159,7 @@ def mapped(plan: Plan, end: End) -> End:
     """An end in host memory as the device sees it, unless its kernel will look up every address."""
     if not plan.registrations or not one_offset(plan.registrations):
         return end
-    return replace(end, starts=device_addresses(plan.registrations, end.starts))
+    return replace(end, starts=device_addresses(plan, end.starts))
 
 
 def table_of(runtime: Runtime, registrations: tuple[Registration, ...]) -> torch.Tensor | None:
@@ -165,15 +169,24 @@ def table_of(runtime: Runtime, registrations: tuple[Registration, ...]) -> torch
     return runtime.upload(np.array([(r.begin, r.end, r.alias) for r in registrations], np.uint64))
 
 
-def registration_of(registrations: tuple[Registration, ...], addresses: np.ndarray) -> np.ndarray:
-    """Number of the registration that holds each address."""
-    begins = np.array([r.begin for r in registrations], np.uint64)
+def begins_and_offsets(plan: Plan) -> tuple[np.ndarray, np.ndarray]:
+    """Where each registration begins, and how far from there the device sees it; found out once."""
+    found = plan.derived.get("begins and offsets")
+    if found is None:
+        begins = np.array([r.begin for r in plan.registrations], np.uint64)
+        offsets = np.array(list(map(offset, plan.registrations)), np.int64).view(np.uint64)
+        found = plan.derived["begins and offsets"] = begins, offsets
+    return found
+
+
+def registration_of(begins: np.ndarray | Sequence[int], addresses: np.ndarray) -> np.ndarray:
+    """Number of the registration that holds each address, of those that begin at `begins`."""
     return np.maximum(np.searchsorted(begins, addresses, side="right") - 1, 0)
 
 
-def device_addresses(registrations: tuple[Registration, ...], addresses: np.ndarray) -> np.ndarray:
+def device_addresses(plan: Plan, addresses: np.ndarray) -> np.ndarray:
     """Host addresses as the device sees them."""
-    offsets = np.array(list(map(offset, registrations)), np.int64).view(np.uint64)
+    begins, offsets = begins_and_offsets(plan)
     if not offsets.any():
         return addresses
-    return addresses + offsets[registration_of(registrations, addresses)]
+    return addresses + offsets[registration_of(begins, addresses)]

@@ -11,7 +11,7 @@ import torch
 
 from kernels_cupy.specs import CHECK_INDICES
 from refimpl.indices import Items, Pages, Unchecked
-from refimpl.runtime import Completion, Runtime, Stream
+from refimpl.runtime import Completion, Event, Runtime, Stream
 
 INDICES_OF_A_BLOCK = 8192
 
@@ -92,22 +92,26 @@ def _check_there(runtime: Runtime, pages: Unchecked, placed: Placed) -> int:
     if pages.unique:
         placed.kept.append(runtime.upload(np.zeros(-(-pages.num_pages // 32), np.uint32)))
         arguments["claimed"] = placed.kept[-1].data_ptr()
-    arguments["indices"], arguments["pages"] = pages.indices.data_ptr(), numbers.data_ptr()
-    arguments["fault"], arguments["count"] = placed.fault.data_ptr(), pages.indices.numel()
+    indices = pages.indices
+    if not indices.is_contiguous():  # copied here and not before: in order of this stream
+        indices = runtime.joined([indices])
+        placed.kept.append(indices)
+    arguments["indices"], arguments["pages"] = indices.data_ptr(), numbers.data_ptr()
+    arguments["fault"], arguments["count"] = placed.fault.data_ptr(), indices.numel()
     arguments["page_size"], arguments["num_pages"] = pages.page_size, pages.num_pages
-    arguments["index_bytes"] = pages.indices.dtype.itemsize
-    blocks = -(-pages.indices.numel() // INDICES_OF_A_BLOCK)
+    arguments["index_bytes"] = indices.dtype.itemsize
+    blocks = -(-indices.numel() // INDICES_OF_A_BLOCK)
     runtime.launch(runtime.current(), "check_indices", min(blocks, 32), arguments)
     runtime.keep(pages.indices)
     return numbers.data_ptr()
 
 
-def completion(runtime: Runtime, stream: Stream, placed: Placed) -> Completion:
-    """An event after all that a stream was given so far, and the verdict on lists that the device checks.
+def completion(runtime: Runtime, stream: Stream, placed: Placed, moved: Event) -> Completion:
+    """The end of a transfer: the event behind what it moves, and the verdict on lists that the device checks.
 
     The verdict comes to the host in order of the stream: whoever waits does not wait for anything else.
     """
     if placed.fault is None:
-        return Completion(runtime.record(stream))
+        return Completion(moved)
     told = runtime.download(stream, placed.fault)
     return Completion(runtime.record(stream), partial(placed.raise_if, told))

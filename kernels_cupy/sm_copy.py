@@ -46,12 +46,10 @@ class SmCopy:
         stream, count = self._runtime.current(), len(items)
         placed = place(self._runtime, stream, items, SIDES)
         prepared = self._prepared(plan, layers, direction, stream)
-        try:
+        with self._pending.until(self._runtime, stream, plan) as end:
             for launch in prepared:
                 launch.submit(self._runtime, stream, placed.host, placed.device, count, placed.fault_address)
-        finally:  # some may be on their way even if another one failed
-            done = completion(self._runtime, stream, placed)
-            self._pending.add(done.event, plan)
+        done = completion(self._runtime, stream, placed, end.event)
         runs, nbytes = runs_and_bytes(plan, layers, count)
         return Receipt("kernel", nbytes, runs, len(prepared), placed.tell_uploads(), event=done)
 

@@ -21,7 +21,17 @@ import numpy as np
 import torch
 
 from kernels_cupy.copy_engine import merged, submit
-from kernels_cupy.jobs import End, device_addresses, mapped, out_of_reach, require_reach, runs_and_bytes, table_of
+from kernels_cupy.jobs import (
+    End,
+    begins_and_offsets,
+    device_addresses,
+    mapped,
+    needs_table,
+    out_of_reach,
+    require_reach,
+    runs_and_bytes,
+    table_of,
+)
 from kernels_cupy.launches import Launch, launches, shape_for
 from kernels_cupy.lists import Placed, completion, place, read
 from kernels_cupy.pieces import Piece, parts, pieces
@@ -30,7 +40,7 @@ from refimpl.backends.protocol import Setup
 from refimpl.indices import Items
 from refimpl.plan import Plan
 from refimpl.receipt import Receipt
-from refimpl.runtime import Pending, Stream
+from refimpl.runtime import Mark, Pending, Stream
 
 HALVES = 2
 
@@ -95,12 +105,14 @@ class Staged:
 
     def _backup(self, plan: Plan, layers: Layers, items: Items) -> Receipt:
         """Gather on the caller's stream, copy on the one beside it; the caller's goes on when the last copy is done."""
+        if items.unchecked:  # before anything is submitted: a list that is refused has to be undone by a kernel
+            require_reach(plan)
         caller = self._runtime.current()
         copies = self._runtime.beside(caller)
         lists = self._lists(caller, items, "backup")
         chunks = self._chunks(plan, layers, items, "backup")
         kernels = 0
-        with self._joined(plan, caller, copies):
+        with self._joined(plan, caller, copies) as end:
             for chunk in chunks:
                 self._runtime.wait(caller, self._free[chunk.half])
                 kernels += self._relayout(plan, layers, "backup", chunk, lists, caller)
@@ -109,7 +121,7 @@ class Staged:
                 self._runtime.wait(copies, self._runtime.record(caller))
                 submit(self._runtime, copies, chunk.host, chunk.staging, chunk.nbytes, out_of_reach(plan))
                 self._free[chunk.half] = self._runtime.record(copies)
-        return self._receipt(plan, layers, len(items), chunks, kernels, lists, caller)
+        return self._receipt(plan, layers, len(items), chunks, kernels, lists, caller, end)
 
     def _load(self, plan: Plan, layers: Layers, items: Items) -> Receipt:
         """Copy on the stream beside the caller's, which begins where that has come to; scatter on the caller's."""
@@ -119,27 +131,28 @@ class Staged:
         chunks = self._chunks(plan, layers, items, "load")
         kernels = 0
         self._runtime.wait(copies, self._runtime.record(caller))
-        with self._joined(plan, caller, copies):
+        with self._joined(plan, caller, copies) as end:
             for chunk in chunks:
                 self._runtime.wait(copies, self._free[chunk.half])
                 submit(self._runtime, copies, chunk.staging, chunk.host, chunk.nbytes, out_of_reach(plan))
                 self._runtime.wait(caller, self._runtime.record(copies))
                 kernels += self._relayout(plan, layers, "load", chunk, lists, caller)
                 self._free[chunk.half] = self._runtime.record(caller)
-        return self._receipt(plan, layers, len(items), chunks, kernels, lists, caller)
+        return self._receipt(plan, layers, len(items), chunks, kernels, lists, caller, end)
 
     @contextmanager
-    def _joined(self, plan: Plan, caller: Stream, copies: Stream) -> Iterator[None]:
+    def _joined(self, plan: Plan, caller: Stream, copies: Stream) -> Iterator[Mark]:
         """The caller's stream goes on when copies are done; after a failure nothing touches the halves before that."""
-        try:
-            yield
-        except BaseException:
-            for other in (*self._free, self._runtime.record(copies)):
-                self._runtime.wait(caller, other)
-            self._free = [self._runtime.record(caller)] * HALVES
-            self._pending.add(self._free[0], plan)
-            raise
-        self._runtime.wait(caller, self._runtime.record(copies))
+        with self._pending.until(self._runtime, caller, plan) as end:
+            try:
+                with self._pending.until(self._runtime, copies, plan) as copied:
+                    yield end
+                copied.hold(caller)
+            except BaseException:
+                for other in (*self._free, self._runtime.record(copies)):
+                    self._runtime.wait(caller, other)
+                self._free = [self._runtime.record(caller)] * HALVES
+                raise
 
     def _receipt(
         self,
@@ -150,11 +163,11 @@ class Staged:
         kernels: int,
         lists: Placed,
         caller: Stream,
+        end: Mark,
     ) -> Receipt:
         _, nbytes = runs_and_bytes(plan, layers, count)
         descriptors = sum(len(chunk.nbytes) for chunk in chunks)
-        done = completion(self._runtime, caller, lists)
-        self._pending.add(done.event, plan)
+        done = completion(self._runtime, caller, lists, end.event)
         return Receipt("staged", nbytes, descriptors, kernels, lists.tell_uploads(), event=done)
 
     def _lists(self, stream: Stream, items: Items, direction: str) -> Placed:
@@ -173,15 +186,16 @@ class Staged:
         halves = (numbers + self._turn) % HALVES
         firsts = range(0, len(items), most)
         self._turn += len(firsts)
+        registrations, _ = begins_and_offsets(plan)
         copies = []
         for begin, piece in zip(self._begins(found, most), found, strict=True):
             host = piece.addresses(items.host)
             staging = (begin + halves * self.half_bytes + places * piece.nbytes).view(np.uint64)
-            copies.append(merged(host, staging, piece.nbytes, plan.registrations, numbers))
+            copies.append(merged(host, staging, piece.nbytes, registrations, numbers))
         host, staging, nbytes, at_item = map(np.concatenate, zip(*copies, strict=True))
         chunk_of = at_item // most
         order = np.argsort(chunk_of, kind="stable")  # the first chunk's, piece after piece, and then the next one's
-        host, staging, nbytes = device_addresses(plan.registrations, host[order]), staging[order], nbytes[order]
+        host, staging, nbytes = device_addresses(plan, host[order]), staging[order], nbytes[order]
         edges = np.searchsorted(chunk_of[order], range(len(firsts) + 1)).tolist()
         return [
             Chunk(item, min(most, len(items) - item), int(halves[item]), host[a:b], staging[a:b], nbytes[a:b])
@@ -224,27 +238,34 @@ class Staged:
         Copies cannot be called off by the device, and the host does not wait for its verdict. So they bring the host's
         own bytes back to it.
         """
-        require_reach(plan)
-        found = pieces(plan, layers, exact=True)
-        table = table_of(self._runtime, plan.registrations)
-        begins = self._begins(found, self.half_bytes // sum(piece.nbytes for piece in found))
-        made = [
-            launch
-            for begin, piece in zip(begins + chunk.half * self.half_bytes, found, strict=True)
-            for launch in launches(
-                mapped(plan, piece.end),
-                End(np.array([begin], np.uint64), piece.nbytes),
-                (),
-                piece.nbytes,
-                "load",
-                shape_for(piece.nbytes, "load", BLOCKS),
-                registrations=table,
-            )
-        ]
+        made = self._rescues(plan, layers, chunk.half, caller)
         for launch in made:
             at = lists.host + 8 * chunk.first
             launch.submit(self._runtime, caller, at, 0, chunk.count, lists.fault_address, if_fault=True)
         return len(made)
+
+    def _rescues(self, plan: Plan, layers: Layers, half: int, caller: Stream) -> list[Launch]:
+        """Launches for a half, worked out once; a table of registrations is uploaded for each stream that needs it."""
+        key = "rescue", layers, half, self._runtime.identity(caller) if needs_table(plan) else None
+        if key not in plan.derived:
+            found = pieces(plan, layers, exact=True)
+            table = table_of(self._runtime, plan.registrations)
+            begins = self._begins(found, self.half_bytes // sum(piece.nbytes for piece in found))
+            made = [
+                launch
+                for begin, piece in zip(begins + half * self.half_bytes, found, strict=True)
+                for launch in launches(
+                    mapped(plan, piece.end),
+                    End(np.array([begin], np.uint64), piece.nbytes),
+                    (),
+                    piece.nbytes,
+                    "load",
+                    shape_for(piece.nbytes, "load", BLOCKS),
+                    registrations=table,
+                )
+            ]
+            plan.derived[key] = table, made
+        return plan.derived[key][1]
 
 
 @dataclass(frozen=True)

@@ -181,7 +181,8 @@ def answer(model: str, choice: recommend.Choice[recommend.Pair], pools: int, abs
         f"{way.pool} {way.direction}."
     ]
     if absent:
-        told.append(f"**Without {', '.join(absent)}: not measured with such pages, so that may want another pair.**")
+        lacking = f"not measured with such pages and layouts, so {'that' if len(absent) == 1 else 'those'} may differ"
+        told.append(f"**Without {', '.join(absent)}: {lacking}.**")
     level = [f"`{option.layout}` with `{option.backend}`" for option in choice.level if option is not taken]
     if level:
         told.append(f"As fast, within noise: {', '.join(level)}.")

@@ -7,7 +7,6 @@ by bytes, a rider has exactly the pages of the pool it rides on, and what cannot
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -16,7 +15,7 @@ from functools import partial
 import torch
 
 from refimpl import presets, sizing
-from refimpl.allocator import Budget, PageAllocator
+from refimpl.allocator import Budget, PageAllocator, require_budget
 from refimpl.backends import registry
 from refimpl.backends.protocol import Setup
 from refimpl.device_pool import UNLIMITED, DevicePool
@@ -282,13 +281,14 @@ def _require_numbers(
     device_pages: int | Mapping[str, int] | None, host_ratio: float | None, host_bytes: int | None
 ) -> None:
     """Of the right kind, before they are counted with."""
-    pages = list(device_pages.values()) if isinstance(device_pages, Mapping) else [device_pages]
-    if not all(is_int(n) for n in pages if n is not None):
+    one = () if device_pages is None else (device_pages,)
+    pages = device_pages.values() if isinstance(device_pages, Mapping) else one
+    if not all(is_int(n) for n in pages):
         raise TypeError(f"device_pages must be a whole number, or one for each pool by name; got {device_pages!r}")
     if host_bytes is not None and type(host_bytes) is not int:
         raise TypeError(f"host_bytes must be a whole number of bytes, got {host_bytes!r}")
-    if host_ratio is not None and not (isinstance(host_ratio, int | float) and math.isfinite(host_ratio)):
-        raise ValueError(f"host_ratio must be a number of host pages for each device page, got {host_ratio!r}")
+    if host_ratio is not None:
+        sizing.require_ratio("host_ratio", host_ratio)
 
 
 def _device_pages(
@@ -298,7 +298,7 @@ def _device_pages(
     _require_known(specs, wrapped, "device")
     open_ones = [name for name in _owners(specs) if name not in wrapped]
     given = dict.fromkeys(open_ones, asked) if isinstance(asked, int) else dict(asked or {})
-    if sorted(given) != sorted(open_ones) or (asked is not None and not open_ones):
+    if given.keys() != set(open_ones) or (asked is not None and not open_ones):
         raise ValueError(
             f"device_pages must be one number, or one for each pool that owns indices and is not in `device`: "
             f"{open_ones}; got {asked}"
@@ -357,8 +357,11 @@ def _host_pages(specs: Specs, pages: Mapping[str, int], ratio: float | None, nby
 
 def _require_room(budget: Budget | None, needs: Mapping[str, int], what: str) -> None:
     """All pools at once, so that the first are not built before the last is found not to fit."""
+    if budget is None:
+        return
+    require_budget(budget, what)
     needed = sum(needs.values())
-    if budget is not None and needed > budget.available:
+    if needed > budget.available:
         each = ", ".join(f"{name} {nbytes:,}" for name, nbytes in needs.items() if nbytes)
         raise MemoryError(
             f"the stack needs {needed:,} bytes of {what} ({each}), {budget.available:,} of the budget of "

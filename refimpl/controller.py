@@ -295,6 +295,8 @@ class Controller(Queues):
 
     def _await(self, batch: Batch) -> None:
         """Until nothing of it is under way, whatever fails meanwhile: its slots go to others next."""
+        if batch.finished is None:  # it could not be recorded when its time came
+            batch.attempt(partial(self._end, batch), even_so=True)
         while batch.finished and not _passed(batch.finished):
             try:
                 batch.finished.synchronize()
@@ -324,7 +326,7 @@ class Controller(Queues):
     def _ended(self, operation: Operation, batch: Batch, seconds: float) -> Ack:
         if batch.error:
             self._give_back(operation.taken)
-        call_all(partial(allocator.unlock, slots) for allocator, slots in self._locks(operation))
+        call_all(partial(allocator.unlock, slots) for allocator, slots in self._locks(operation).values())
         if batch.error:
             return Ack(operation.tag, batch.direction, {}, {}, seconds, batch.error)
         tokens = {t.name: count(t) for t in operation.transfers}
@@ -371,4 +373,4 @@ def _passed(event: Event) -> bool:
 
 def loads_by_layer(pool: HostPool) -> bool:
     """Not with `staged` where a page's layers are interleaved: every layer would take the bus for the whole page."""
-    return not (pool.backend == "staged" and pool.layout != "page_first_direct")
+    return pool.backend != "staged" or not any(buffer.interleaves_layers for buffer, _ in pool.storage)

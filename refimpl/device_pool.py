@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
 import numpy as np
 import torch
 
-from refimpl.devices import memory_of, settled
-from refimpl.geometry import Component, PoolSpec
+from refimpl.devices import absent, memory_of, settled
+from refimpl.geometry import Component, PoolSpec, require_spec
 
 # Index units of a wrapped pool that stores nothing: it has no buffer to count them in, and nothing can go wrong.
 UNLIMITED = 2**62
@@ -28,8 +28,11 @@ class DevicePool:
     """
 
     def __init__(self, spec: PoolSpec, num_pages: int, device: str | torch.device = "cpu") -> None:
+        require_spec(spec)
         spec.require_pages(num_pages)
         platform = settled(str(device))
+        if missing := absent(platform):
+            raise ValueError(f"pool {spec.name!r}: {missing}; device='cpu' is always here")
         where = torch.device(memory_of(platform))
         tensors = {
             c.name: [
@@ -49,6 +52,7 @@ class DevicePool:
         and rows that overlap, inside a buffer or between two. Buffers may be interleaved (K and V in one engine
         tensor, say).
         """
+        require_spec(spec)
         names = [c.name for c in spec.components]
         if sorted(tensors) != sorted(names):
             raise ValueError(f"pool {spec.name!r} has components {names}, got buffers for {list(tensors)}")
@@ -69,12 +73,14 @@ class DevicePool:
             strides = {t.stride(0) for t in tensors[c.name] if t.shape[0] > 1}
             if len(strides) > 1:
                 raise ValueError(f"{c.name}: all layers must share one row stride, got {sorted(strides)}")
-        for (what, mine), (other, theirs) in combinations(rows.items(), 2):
-            if mine.overlap(theirs):
-                raise ValueError(f"pool {spec.name!r}: {other} lies on the same bytes as {what}")
         devices = {t.device for buffers in tensors.values() for t in buffers}
         if len(devices) > 1:
             raise ValueError(f"pool {spec.name!r}: buffers lie on several devices: {sorted(map(str, devices))}")
+        if torch.device("meta") in devices:
+            raise ValueError(f"pool {spec.name!r}: buffers on the meta device have no bytes; wrap those in memory")
+        for (what, mine), (other, theirs) in combinations(rows.items(), 2):
+            if mine.overlap(theirs):
+                raise ValueError(f"pool {spec.name!r}: {other} lies on the same bytes as {what}")
         pool = cls.__new__(cls)
         stored = {c.name: [_as_stored(c, t) for t in tensors[c.name]] for c in spec.components}
         num_pages = next(iter(lengths.values()), UNLIMITED // spec.page_size)
@@ -106,6 +112,10 @@ class DevicePool:
         if layer not in layers:
             raise KeyError(f"{component} of pool {self.spec.name!r} owns no layer {layer}, it owns {layers}")
         return self._tensors[component][layers.index(layer)]
+
+    def buffers(self) -> Iterable[torch.Tensor]:
+        """All of them, in storage order."""
+        return iter(self._in_order)
 
     def addresses(self) -> tuple[int, ...]:
         """Where the buffers lie now, in storage order."""
@@ -154,6 +164,13 @@ class Rows:
         return self.begin + self.pitch * (self.count - 1) + self.width
 
 
+def byte_range(tensor: torch.Tensor) -> tuple[int, int]:
+    """Addresses of the first byte of a tensor and behind its last one; all between, if it has gaps."""
+    last = sum((extent - 1) * stride for extent, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    begin = tensor.data_ptr()
+    return begin, begin + (last + 1) * tensor.dtype.itemsize if tensor.numel() else begin
+
+
 def row_shape(c: Component) -> tuple[int, ...]:
     """Shape of one device row: `(heads, *dim)` of a token, `dim` of a page or a state."""
     return (c.head_count, *c.row_shape) if c.unit == "token" else c.row_shape
@@ -173,6 +190,8 @@ def _pages(spec: PoolSpec, c: Component, tensor: torch.Tensor) -> int:
 def _require_rows(what: str, c: Component, tensor: torch.Tensor) -> None:
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{what}: a buffer must be a tensor (torch.as_tensor makes one), got {tensor!r:.80}")
+    if tensor.layout != torch.strided:
+        raise ValueError(f"{what}: a buffer must be dense (to_dense() makes it so), got {tensor.layout}")
     if tuple(tensor.shape[1:]) != row_shape(c):
         raise ValueError(f"{what}: rows must be {row_shape(c)}, got a buffer of shape {tuple(tensor.shape)}")
     if tensor.dtype.itemsize != c.dtype.itemsize:

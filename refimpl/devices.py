@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-NAME = re.compile(r"([a-z]+)(?::(0|[1-9]\d*))?")
+NAME = re.compile(r"([a-z]+)(?::(0|[1-9]\d{0,2}))?")
 
 
 def platform_of(device: str) -> str:

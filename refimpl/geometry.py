@@ -7,6 +7,7 @@ described here needs no code of its own.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import Literal, get_args
@@ -20,12 +21,18 @@ UNITS: tuple[Unit, ...] = get_args(Unit)
 NO_LAYER = (None,)
 
 # Types that torch copies as numbers (a bool becomes 0 or 1), or cannot copy at all.
-NOT_ALL_BITS = ("torch.bool", "torch.float4_e2m1fn_x2")
+NOT_ALL_BITS = re.compile(r"torch\.(bool|float4_e2m1fn_x2|q.+|bits.+|u?int[1-7])")
 
 
 def is_int(number: object) -> bool:
     """A plain one: NumPy's have a width, which a product of two may not fit, and True is no length."""
     return type(number) is int
+
+
+def require_whole(what: str, number: int, least: int = 0) -> None:
+    """`ValueError` unless it is a plain whole number, and no less than `least`."""
+    if not is_int(number) or number < least:
+        raise ValueError(f"{what} must be a whole number (int) from {least} on, got {number!r}")
 
 
 @dataclass(frozen=True)
@@ -68,7 +75,7 @@ class Component:
 
         require(isinstance(self.dtype, torch.dtype), f"dtype must be a torch.dtype, got {self.dtype!r}")
         require(
-            str(self.dtype) not in NOT_ALL_BITS,
+            not NOT_ALL_BITS.fullmatch(str(self.dtype)),
             f"torch does not keep every bit of {self.dtype} in a copy; store the bytes as torch.uint8",
         )
         require(self.unit in UNITS, f"unit must be one of {UNITS}, got {self.unit!r}")
@@ -208,8 +215,7 @@ class PoolSpec:
 
     def require_pages(self, num_pages: int) -> None:
         """`ValueError` for a number of pages that no pool can have."""
-        if not is_int(num_pages) or num_pages < 0:
-            raise ValueError(f"pool {self.name!r}: num_pages must be a whole number (int) from 0 on, got {num_pages!r}")
+        require_whole(f"pool {self.name!r}: num_pages", num_pages)
 
     @property
     def page_bytes(self) -> int:
@@ -227,3 +233,9 @@ class PoolSpec:
         if any(c.unit != "token" for c in self.components):
             raise ValueError(f"pool {self.name!r}: page and slot rows fix their page size at {self.page_size}")
         return replace(self, page_size=page_size)
+
+
+def require_spec(spec: PoolSpec) -> None:
+    """`TypeError` for what is no description of one pool: the pools of a model, or a name."""
+    if not isinstance(spec, PoolSpec):
+        raise TypeError(f"a pool is made of one PoolSpec (`presets.model` has several, by name), got {spec!r:.80}")

@@ -48,7 +48,13 @@ class HostBuffers:
 
     def _take(self, buffer: Buffer, memory: HostMemory, limit: int | None) -> torch.Tensor:
         self._blocks.append(memory.allocate(buffer.nbytes, buffer.piece_bytes, limit))
-        return self._blocks[-1].tensor.view(buffer.dtype).view(buffer.shape)
+        tensor = self._blocks[-1].tensor
+        if tensor.dtype != torch.uint8 or tensor.shape != (buffer.nbytes,) or not tensor.is_contiguous():
+            raise ValueError(
+                f"pool {self.spec.name!r}: `HostMemory.map({buffer.nbytes})` must return as many bytes in a row "
+                f"(torch.uint8), got {tensor.dtype} of shape {tuple(tensor.shape)} and strides {tensor.stride()}"
+            )
+        return tensor.view(buffer.dtype).view(buffer.shape)
 
     def close(self) -> None:
         """Undo registrations and let go of the memory. Views that are still held stay readable. Idempotent."""
@@ -186,6 +192,8 @@ class HostBuffers:
 
     def set_from_flat_data_page(self, index: int, data_page: torch.Tensor) -> None:
         """Write back what `get_data_page` returned. `ValueError`, and nothing written, for another number of bytes."""
+        if not isinstance(data_page, torch.Tensor):
+            raise TypeError(f"a flat page is a tensor (torch.frombuffer makes one of bytes), got {data_page!r:.80}")
         page, flat = self._page_at(index), data_page.reshape(-1).view(torch.uint8)
         if flat.numel() != self.spec.page_bytes:
             raise ValueError(f"a page of {self.spec.name!r} has {self.spec.page_bytes} bytes, got {flat.numel()}")

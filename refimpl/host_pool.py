@@ -10,12 +10,12 @@ from functools import cache, partial
 
 import torch
 
-from refimpl.allocator import Budget, PageAllocator
+from refimpl.allocator import Budget, PageAllocator, require_budget
 from refimpl.backends import registry
 from refimpl.backends.protocol import Setup
-from refimpl.device_pool import DevicePool
+from refimpl.device_pool import DevicePool, byte_range
 from refimpl.devices import others_of_its_platform, platform_of, settled
-from refimpl.geometry import PoolSpec, is_int
+from refimpl.geometry import PoolSpec, is_int, require_spec
 from refimpl.host_buffers import HostBuffers
 from refimpl.indices import Indices, check_pair
 from refimpl.pinned import CudaRegistrar, HostMemory
@@ -61,6 +61,9 @@ class HostPool(HostBuffers):
         device_budget: Budget | None = None,
         blocks: int | None = None,
     ) -> None:
+        require_spec(spec)
+        if not isinstance(memory, HostMemory | None):
+            raise TypeError(f"pool {spec.name!r}: memory must be a HostMemory, or None; got {memory!r:.80}")
         only_cuda = "cpu" not in BACKENDS.get(backend, ("cpu",))
         platform = platform or ("cuda" if only_cuda and torch.cuda.is_available() else "cpu")
         self.paths = require(spec, layout, backend, platform_of(platform), profile)
@@ -74,7 +77,8 @@ class HostPool(HostBuffers):
                 )
         platform = settled(platform)
         self.backend, self.profile, self.platform = backend, profile, platform
-        self._users, self._closing, self._users_changed = 0, False, threading.Condition()
+        # Threads that submit something now, once for each time.
+        self._users, self._closing, self._users_changed = list[int](), False, threading.Condition()
         # For each device pool, plans by kind of item and the addresses that they were made for.
         self._plans: weakref.WeakKeyDictionary[DevicePool, dict[bool, tuple[tuple[int, ...], Plan]]]
         self._plans = weakref.WeakKeyDictionary()
@@ -104,7 +108,8 @@ class HostPool(HostBuffers):
             ) from missing
         self._finish = weakref.finalize(self, self._mover.close)
         pinned = platform_of(self.platform) == "cuda" and "cpu" not in BACKENDS[self.backend]
-        memory = memory or HostMemory(CudaRegistrar(self.platform) if pinned else None)
+        if memory is None:
+            memory = HostMemory(CudaRegistrar(self.platform) if pinned else None)
         super().__init__(spec, layout, setup.num_pages, memory, registration_limit)
         for block in self._blocks:
             block.close_after(self._mover.close)
@@ -197,12 +202,17 @@ class HostPool(HostBuffers):
         single_entries  indices count the entries inside page rows, not tokens
         """
         self.require_open()
-        if device.spec != self.spec:
+        try:
+            spec, where = device.spec, device.device.type
+        except AttributeError:
+            told = f"pool {self.spec.name!r}: a device pool must be a DevicePool (DevicePool.wrap makes one)"
+            raise TypeError(f"{told}, got {device!r:.80}") from None
+        if spec != self.spec:
             raise ValueError(f"host pool {self.spec} and device pool {device.spec} are not of one spec")
         if direction not in self.paths:
             raise ValueError(f"direction must be one of {tuple(self.paths)}, got {direction!r}")
-        if device.device.type != MEMORY[platform_of(self.platform)]:
-            require(self.spec, self.layout, self.backend, device.device.type, self.profile)
+        if where != MEMORY[platform_of(self.platform)]:
+            require(self.spec, self.layout, self.backend, where, self.profile)
         if others_of_its_platform(device.platform, self.platform):
             raise ValueError(
                 f"pool {self.spec.name!r}: the device pool lies on {device.platform}, the host pool was made for "
@@ -225,10 +235,10 @@ class HostPool(HostBuffers):
             self._mover.stays,
             self._mover.read,
         )
-        if len(items):
-            self._mover.place(items, direction)
         path, owned = self.paths[direction].name, self.spec.owned_layers
         plan = partial(self._plan, device, single_entries)
+        if len(items) and self.spec.components:
+            self._mover.place(items, direction)
         return Transfer(self._mover, path, plan, items, direction, owned, self._in_use)
 
     def backup_from_device_all_layer(
@@ -250,17 +260,37 @@ class HostPool(HostBuffers):
         self.require_open()
         plans, addresses = self._plans.setdefault(device, {}), device.addresses()
         if single_entries not in plans or plans[single_entries][0] != addresses:
+            self._require_apart(device)
             plans[single_entries] = addresses, make_plan(self, device, single_entries)
         return plans[single_entries][1]
+
+    def _require_apart(self, device: DevicePool) -> None:
+        """A transfer within the same bytes would read what it has just written."""
+        host = [byte_range(block.tensor) for block in self._memory()]
+        for buffer in device.buffers():
+            begin, end = byte_range(buffer)
+            if any(low < end and begin < high for low, high in host):
+                raise ValueError(
+                    f"pool {self.spec.name!r}: the device pool lies in memory of this host pool: copy to another one"
+                )
 
     # ---- life
 
     def close(self) -> None:
-        """Wait for copies under way, undo registrations, let go of the memory, give the budget back. Idempotent."""
+        """Wait for copies under way, undo registrations, let go of the memory, give the budget back. Idempotent.
+
+        `RuntimeError` inside a transfer of this thread (in a signal handler, say), which it would wait for.
+        """
         with self._users_changed:
+            if threading.get_ident() in self._users:
+                raise RuntimeError(
+                    f"pool {self.spec.name!r} is closed inside a transfer that this thread submits, and would wait for "
+                    "itself: close it afterwards (a signal handler sets a flag), or in another thread"
+                )
             self._closing = True
             self._users_changed.wait_for(lambda: not self._users)
-        call_all((self._finish, super().close, self._plans.clear, self._give_back))  # a plan keeps the memory alive
+        # The backend by itself: a finalizer runs once, and whoever closes waits. A plan keeps the memory alive.
+        call_all((self._mover.close, self._finish, super().close, self._plans.clear, self._give_back))
 
     destroy = close
 
@@ -280,16 +310,18 @@ class HostPool(HostBuffers):
     @contextmanager
     def _in_use(self) -> Iterator[None]:
         """While something is submitted: another thread that closes the pool waits until it can be waited for."""
-        with self._users_changed:
-            if self._closing:
-                raise ValueError(f"pool {self.spec.name!r} is closed")
-            self._users += 1
+        me = threading.get_ident()
         try:
+            with self._users_changed:
+                self._users.append(me)  # and then look: a signal handler may close it in between
+                if self._closing:
+                    raise ValueError(f"pool {self.spec.name!r} is closed")
             yield
         finally:
             with self._users_changed:
-                self._users -= 1
-                self._users_changed.notify_all()
+                self._users.remove(me)
+                if self._closing:
+                    self._users_changed.notify_all()
 
     def _require_backend(self, io_backend: str) -> None:
         if io_backend != self.backend:
@@ -300,8 +332,7 @@ def _book(bookings: list[Callable[[], None]], owner: str, budget: Budget | None,
     """Book bytes; returns what gives them back, the first time that it is called."""
     if budget is None:
         return lambda: None
-    if not isinstance(budget, Budget):
-        raise TypeError(f"pool {owner!r}: a budget is a Budget, which pools share, got {budget!r:.80}")
+    require_budget(budget, f"pool {owner!r}")
     budget.book(owner, nbytes)
     bookings.append(cache(partial(budget.release, owner, nbytes)))
     return bookings[-1]

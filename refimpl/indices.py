@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from refimpl.geometry import require_whole
+
 Indices = torch.Tensor | None
 
 
@@ -98,8 +100,10 @@ def check_pair(
 
     def pages_of(indices: torch.Tensor, num_pages: int, side: str, unique: bool) -> Pages:
         nonlocal syncs
-        if stays(side, indices) and indices.numel():
-            return Unchecked(indices.contiguous(), page_size, num_pages, side, unique)
+        if not indices.numel():
+            return np.empty(0, np.int64)
+        if stays(side, indices):
+            return Unchecked(indices, page_size, num_pages, side, unique)
         told = read(indices)
         syncs += told is not indices
         return check(told, page_size, num_pages, side, unique)
@@ -126,7 +130,8 @@ def check(indices: torch.Tensor, page_size: int, num_pages: int, side: str, uniq
     outside = (pages < 0) | (pages >= num_pages)
     _refuse(starts, outside, f"{side} index {{}} is outside the pool's 0..{num_pages * page_size - 1}")
     if unique:
-        _refuse(starts, _repeated(pages), f"{side} index {{}} is written twice by one transfer")
+        how = "written twice by one transfer" if side in ("host", "device") else "named twice"
+        _refuse(starts, _repeated(pages), f"{side} index {{}} is {how}")
     return pages
 
 
@@ -156,11 +161,15 @@ def slots_of(pages: np.ndarray | torch.Tensor | list[int], page_size: int) -> to
     >>> slots_of([2, 0], page_size=3)
     tensor([6, 7, 8, 0, 1, 2])
     """
+    require_whole("page_size", page_size, least=1)
     numbers = torch.as_tensor(pages)
     fractions = numbers.is_floating_point() and numbers.numel()  # torch takes an empty list for floats
     if numbers.dim() != 1 or fractions or numbers.dtype == torch.bool:
         raise ValueError(f"pages must be a 1-D list of numbers, got {numbers.dtype} of shape {tuple(numbers.shape)}")
-    return (numbers.to(torch.int64)[:, None] * page_size + torch.arange(page_size)).reshape(-1)
+    numbers, most = numbers.to(torch.int64), 2**62 // page_size
+    if np.abs(numbers.numpy(), dtype=float).max(initial=0) > most:
+        raise ValueError(f"pages of {page_size} slots have numbers up to {most:,}, got {pages!r:.80}")
+    return (numbers[:, None] * page_size + torch.arange(page_size)).reshape(-1)
 
 
 def _refuse(values: np.ndarray, broken: np.ndarray, rule: str) -> None:

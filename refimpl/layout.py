@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -82,6 +83,14 @@ class Buffer:
     def keeps_page_together(self) -> bool:
         """True where all layers of a page form one range of bytes (per component, unless fused)."""
         return not self.per_layer and set(self.axes[: self.axes.index("page")]) <= {"component"}
+
+    @cached_property
+    def interleaves_layers(self) -> bool:
+        """Whether bytes of other layers lie between those that a page has of a layer."""
+        inside = self.axes[self.axes.index("page") + 1 :]
+        if "layer" not in inside or len(self.layers) < 2:
+            return False
+        return any(self.extents[axis] > 1 for axis in inside[: inside.index("layer")])
 
     @property
     def piece_bytes(self) -> int:

@@ -6,11 +6,11 @@ Geometry is that of one tensor-parallel rank. Sources: [H] a public model config
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
-from refimpl.geometry import Component, PoolSpec, Segment
+from refimpl.geometry import Component, PoolSpec, Segment, is_int, require_whole
 
 Layers = int | Sequence[int]
 
@@ -99,6 +99,7 @@ def dsa_indexer(
 
     `layers` may name the layers that own an indexer; the others share another layer's choice and store nothing.
     """
+    require_whole("quant_block", quant_block, least=1)
     scale = 4 * head_dim // quant_block
     segments = (Segment(page_size, head_dim), Segment(page_size, scale))
     return _page_rows("index_k", layers, page_size * (head_dim + scale), page_size, segments, "dsa", name, indices_from)
@@ -182,6 +183,8 @@ def _page_rows(
 
 def _layer_ids(layers: Layers, drafts: int = 0) -> tuple[tuple[int, ...] | None, int]:
     """Owned layer ids (None: all) and the number of layers spanned, `drafts` appended to both."""
+    if not all(map(is_int, (drafts, *(layers if isinstance(layers, Iterable) else (layers,))))):
+        raise ValueError(f"layers are a number (int) or ids, drafts a number; got {layers!r} and {drafts!r}")
     if isinstance(layers, int):
         return None, layers + drafts
     count = max(layers, default=-1) + 1
@@ -349,8 +352,7 @@ def model(name: str, tp: int = 1, page_size: int | None = None) -> dict[str, Poo
     """The host pools of one rank of a model, by name. Pages hold 64 tokens unless said otherwise (V4: always 256)."""
     if name not in MODELS:
         raise ValueError(f"no model {name!r}; there are {', '.join(MODELS)}")
-    if tp < 1:
-        raise ValueError(f"tp must be at least 1, got {tp}")
+    require_whole("tp", tp, least=1)
     if page_size is None:
         page_size = 256 if name.startswith("deepseek-v4") else 64
     return MODELS[name](tp, page_size)

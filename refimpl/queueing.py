@@ -31,6 +31,7 @@ from refimpl.teardown import call_all
 from refimpl.windows import Window, require_rows
 
 Reclaim = Callable[[str, int], object]  # called with a pool that is full, and the slots that it lacks
+Locks = dict[tuple[str, str, int], tuple[HostPool | PageAllocator, torch.Tensor]]  # by side, owner and list
 
 
 class Stack(Protocol):
@@ -56,6 +57,8 @@ class Queues:
     """One for each direction. `hooks`: steps to hold, delay or let fail."""
 
     def __init__(self, stack: Stack, hooks: Hooks | None = None, runtime: Runtime | None = None) -> None:
+        if not isinstance(hooks, Hooks | None):
+            raise TypeError(f"hooks are a Hooks, which holds, delays or fails steps; got {hooks!r:.80}")
         self.stack, self.host, self.hooks = stack, stack.host, hooks or Hooks()
         self.runtime = runtime or registry.runtime(stack.platform)
         self._numbers = itertools.count()
@@ -182,9 +185,9 @@ class Queues:
 
     def _check(self, operation: Operation) -> None:
         """What a transfer would refuse, now and for this operation alone. Riders share their owner's lists."""
-        done: set[tuple[int, int]] = set()
+        done: set[tuple[str, int, int]] = set()
         for t in sorted(operation.transfers, key=lambda t: t.name != self.host.owner(t.name)):
-            lists = id(t.host_indices), id(t.device_indices)
+            lists = self.host.owner(t.name), id(t.host_indices), id(t.device_indices)
             if lists not in done:
                 done.add(lists)
                 self._check_lists(t, operation.direction)
@@ -212,16 +215,19 @@ class Queues:
     def _lock(self, operation: Operation) -> None:
         done: list[Callable[[], None]] = []
         try:
-            for allocator, slots in self._locks(operation):
-                allocator.lock(slots)
+            for (side, owner, _), (allocator, slots) in self._locks(operation).items():
+                try:
+                    allocator.lock(slots)
+                except ValueError as wrong:
+                    raise ValueError(f"pool {owner!r}: {side} {wrong}") from wrong
                 done.append(partial(allocator.unlock, slots))
         except BaseException:
             call_all(done)
             raise
 
-    def _locks(self, operation: Operation) -> Iterable[tuple[HostPool | PageAllocator, torch.Tensor]]:
+    def _locks(self, operation: Operation) -> Locks:
         """Slots of an operation on both sides, with what hands them out. Lists on a GPU are their owner's affair."""
-        lists: dict[Hashable, tuple[HostPool | PageAllocator, torch.Tensor]] = {}  # riders' and owner's are one
+        lists: Locks = {}  # riders' and owner's are one
         for t in operation.transfers:
             owner, device = self.host.owner(t.name), t.device_indices
             if t.host_indices is not None and not self.runtime.holds(t.host_indices):
@@ -230,7 +236,7 @@ class Queues:
                 continue
             if not self.runtime.holds(device):
                 lists["device", owner, id(device)] = self.stack.device_slots[owner], device
-        return lists.values()
+        return lists
 
     def _give_back(self, taken: Iterable[tuple[str, str, torch.Tensor]]) -> None:
         """But for what was freed meanwhile."""

@@ -7,7 +7,8 @@ Any other layout with heads works as well, in shorter runs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import NoReturn
@@ -50,7 +51,7 @@ class RankPool(HostPool):
         if not is_int(rank) or not 0 <= rank < ranks:
             raise ValueError(f"there is no rank {rank!r} of {ranks}: they are numbered 0..{ranks - 1}")
         self.whole, self.rank = whole, rank
-        self._shared: list[Block] = []  # already now: what cannot be made is closed
+        self._let_go: Callable[[], object] = lambda: None  # already now: what cannot be made is closed
         whole.require_open()
         super().__init__(
             spec,
@@ -64,16 +65,15 @@ class RankPool(HostPool):
             blocks=blocks,
         )
         self._slots = whole.allocator
-        self._shared = [*whole._memory()]
-        for block in self._shared:
+        shared = [*whole._memory()]
+        for block in shared:
             block.close_after(self._mover.close)
+        self._let_go = weakref.finalize(self, _let_go, shared, self._mover.close)
 
     def close(self) -> None:
         """Wait for copies under way; the whole pool stays as it is. Idempotent."""
         super().close()
-        shared, self._shared = self._shared, []
-        for block in shared:
-            block.forget(self._mover.close)
+        self._let_go()
 
     def _tensors(self, buffer: Buffer, memory: HostMemory, limit: int | None) -> list[torch.Tensor]:
         """Views of the whole pool's."""
@@ -107,6 +107,13 @@ class RankPool(HostPool):
             f"rank {self.rank} owns a part of every page of pool {self.spec.name!r}: ask the whole pool where its "
             f"pages lie, get_split_heads_page_buffer_meta() tells it rank by rank"
         )
+
+
+def _let_go(shared: Iterable[Block], close: Callable[[], None]) -> None:
+    """Of memory that others use on."""
+    close()
+    for block in shared:
+        block.forget(close)
 
 
 def part(spec: PoolSpec, ranks: int) -> PoolSpec:

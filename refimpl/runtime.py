@@ -171,25 +171,69 @@ class Completion:
             self.verdict()
 
 
+class Mark:
+    """The event behind what is submitted to a stream inside; it has not passed before that ends.
+
+    If it cannot be recorded then, it is when somebody asks for it.
+    """
+
+    def __init__(self, runtime: Runtime, stream: Stream) -> None:
+        self._runtime, self._stream = runtime, stream
+        self._left = False
+        self._event: Event | None = None
+
+    def __enter__(self) -> Mark:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._left = True
+        self._event = self._runtime.record(self._stream)
+
+    @property
+    def event(self) -> Event:
+        if self._event is None:
+            self._event = self._runtime.record(self._stream)
+        return self._event
+
+    def hold(self, other: Stream) -> None:
+        """Let another stream go on behind it. The host waits if that one cannot be told to."""
+        try:
+            self._runtime.wait(other, self.event)
+        except BaseException:
+            self.synchronize()
+            raise
+
+    def query(self) -> bool:
+        return self._left and self.event.query()
+
+    def synchronize(self) -> None:
+        self.event.synchronize()
+
+
 class Pending:
     """Work under way: what a pool must wait for before it lets go of its memory."""
 
     def __init__(self) -> None:
-        self._work: deque[tuple[Event, object]] = deque()
+        self._work: deque[tuple[Mark, object]] = deque()
         self._lock = threading.Lock()
 
-    def add(self, event: Event, keep: object) -> None:
-        """`keep` is kept until the event has passed and more work comes: memory that the work reads or writes, say."""
+    def until(self, runtime: Runtime, stream: Stream, keep: object) -> Mark:
+        """What is submitted to a stream inside is under way from its first call on: it is waited for, whatever fails.
+
+        `keep` is kept until it has passed and more work comes: memory that the work reads or writes, say.
+        """
+        mark = Mark(runtime, stream)
         with self._lock:
             self._let_go()
-            self._work.append((event, keep))
+            self._work.append((mark, keep))
+        return mark
 
     def wait(self) -> None:
         """Block until all of it is done. Whoever calls this waits, also when another thread does so already."""
         with self._lock:
             work = list(self._work)
         try:
-            call_all(event.synchronize for event, _ in work)
+            call_all(mark.synchronize for mark, _ in work)
         finally:
             with self._lock:
                 self._let_go()

@@ -16,12 +16,13 @@ with its padded size, pages times `P`, extra page included: the indexer has at l
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal
+from typing import Literal, get_args
 
-from refimpl.geometry import PoolSpec
+from refimpl.geometry import PoolSpec, require_whole
 
 Rule = Literal["fit", "sglang"]
 GB = 10**9
+MOST = 10**6  # host pages for each device page: what is beyond was not meant
 
 
 def pages_for_bytes(spec: PoolSpec, nbytes: int, rule: Rule = "fit") -> int:
@@ -32,7 +33,8 @@ def pages_for_bytes(spec: PoolSpec, nbytes: int, rule: Rule = "fit") -> int:
     >>> pages_for_bytes(spec, 1 * GB), pages_for_bytes(spec, 1 * GB, rule="sglang")
     (119, 120)
     """
-    _require_bytes(spec)
+    _require_rule(rule)
+    _require_bytes(spec, nbytes)
     if rule == "fit":
         return nbytes // spec.page_bytes
     _require_sized_by_bytes(spec)
@@ -53,6 +55,9 @@ def pages_for_ratio(spec: PoolSpec, device_slots: int, ratio: float, rule: Rule 
     >>> pages_for_ratio(indexer, 33 * 64, 1, rule="sglang")
     34
     """
+    _require_rule(rule)
+    require_whole("device_slots", device_slots)
+    require_ratio("ratio", ratio)
     if rule == "fit":
         return int(device_slots * ratio) // spec.page_size
     if spec.family in _PAGES_FOR_RATIO:
@@ -62,7 +67,7 @@ def pages_for_ratio(spec: PoolSpec, device_slots: int, ratio: float, rule: Rule 
 
 def slots_for_bytes(spec: PoolSpec, nbytes: int) -> int:
     """Index units whose bytes fit, pages not yet considered."""
-    _require_bytes(spec)
+    _require_bytes(spec, nbytes)
     return nbytes * spec.page_size // spec.page_bytes
 
 
@@ -71,6 +76,7 @@ def common_pages(stages: Sequence[PoolSpec], nbytes: int, rule: Rule = "fit") ->
 
     A rank that owns no layers of the pool holds any number of them.
     """
+    _require_rule(rule)
     storing = [spec for spec in stages if spec.page_bytes]
     if not storing:
         raise ValueError(f"none of {len(stages)} pipeline ranks stores a byte of this pool; size it by its anchor")
@@ -103,7 +109,20 @@ def pages_for_shares(device_pages: Mapping[str, int], page_bytes: Mapping[str, i
     return {name: pages * nbytes // whole if whole else pages for name, pages in device_pages.items()}
 
 
-def _require_bytes(spec: PoolSpec) -> None:
+def require_ratio(what: str, ratio: float) -> None:
+    """`ValueError` for what is no number, or one that no machine has the memory for."""
+    if not (isinstance(ratio, int | float) and 0 <= ratio <= MOST):
+        told = f"must be a number of host pages for each device page from 0 to {MOST:,}"
+        raise ValueError(f"{what} {told}, got {ratio!r}")
+
+
+def _require_rule(rule: Rule) -> None:
+    if rule not in get_args(Rule):
+        raise ValueError(f"rule must be one of {get_args(Rule)}, got {rule!r}")
+
+
+def _require_bytes(spec: PoolSpec, nbytes: int) -> None:
+    require_whole("nbytes", nbytes)
     if not spec.page_bytes:
         raise ValueError(f"pool {spec.name!r} stores no bytes; size it by its anchor")
 

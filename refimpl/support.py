@@ -16,7 +16,7 @@ from refimpl import sglang
 from refimpl.answers import Capability, Path, Refusal, StartUp, UnsupportedPairing
 from refimpl.backends import registry
 from refimpl.devices import platform_of
-from refimpl.geometry import PoolSpec
+from refimpl.geometry import PoolSpec, require_spec
 from refimpl.layout import LAYOUTS, buffers, stacks
 from refimpl.sglang import SGLANG_PAIRS, start_up
 
@@ -60,6 +60,7 @@ def support(
     spec: PoolSpec, layout: str, backend: str, direction: str, platform: str = "cpu", profile: str = "reference"
 ) -> Path | Refusal:
     """Whether a pool may use a layout with a backend in one direction, and how; on any device of a platform."""
+    require_spec(spec)
     platform = platform_of(platform)
     if direction not in DIRECTIONS:
         raise ValueError(f"direction must be one of {DIRECTIONS}, got {direction!r}")
@@ -128,9 +129,11 @@ def _nothing_to_split(spec: PoolSpec) -> list[str]:
 
 
 LAYOUT_RULES: dict[str, Rule] = {
-    "page_head": Rule(_without_heads, "page_head puts heads outside the tokens, and {rows} has no head axis"),
+    "page_head": Rule(_without_heads, "page_head puts heads outside the tokens, and there is no head axis in {rows}"),
     "page_unified": Rule(_not_one_stack, "page_unified keeps a page in one object, and rows of {rows} are not alike"),
-    "page_first_kv_split": Rule(_nothing_to_split, "page_first_kv_split cuts a row in two, and {rows} names no split"),
+    "page_first_kv_split": Rule(
+        _nothing_to_split, "page_first_kv_split cuts a row in two, and no split is named for {rows}"
+    ),
 }
 
 

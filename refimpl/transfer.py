@@ -43,8 +43,9 @@ class Transfer:
 
         side_states  whether a load restores them now; None: if it has not yet
         """
+        chosen = None if layers is None else _distinct(layers)
         with self._using():
-            return self._run(self.plan(), None if layers is None else _distinct(layers), side_states)
+            return self._run(self.plan(), chosen, side_states)
 
     def _run(self, plan: Plan, layers: tuple[int, ...] | None, side_states: bool | None) -> Receipt:
         if self.direction == "backup" and layers is not None:

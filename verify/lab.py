@@ -29,7 +29,16 @@ import psutil
 from nbformat import NotebookNode
 
 from verify.arguments import Parser
-from verify.notebooks import CELL_TIMEOUT, PARAMETERS, ROOT, build_font_cache, code_cells, committed, skip_reason
+from verify.notebooks import (
+    CELL_TIMEOUT,
+    PARAMETERS,
+    ROOT,
+    build_font_cache,
+    code_cells,
+    committed,
+    notebook,
+    skip_reason,
+)
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
@@ -248,7 +257,7 @@ def missing() -> str:
 
 def main(arguments: Iterable[str] | None = None) -> int:
     parser = Parser(prog="python -m verify.lab")
-    parser.add_argument("paths", nargs="*", type=Path, metavar="NOTEBOOK", help="of one folder; default: all")
+    parser.add_argument("paths", nargs="*", type=notebook, metavar="NOTEBOOK", help="of one folder; default: all")
     parser.add_argument("--if-browser", action="store_true", help="without a browser say so, and succeed")
     args = parser.parse_args(arguments)
     if why := missing():

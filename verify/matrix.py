@@ -63,7 +63,7 @@ class Cell:
 
     @property
     def spec(self) -> PoolSpec:
-        return TOYS[self.pool](self.page_size)
+        return toy(self.pool, self.page_size)
 
     def __str__(self) -> str:
         kind = f"{self.pool}-{self.layout}-{self.backend}-{self.direction}"
@@ -75,6 +75,12 @@ class Cell:
 
 class Mismatch(AssertionError):
     """A cell whose bytes are wrong."""
+
+
+@cache
+def toy(pool: str, page_size: int) -> PoolSpec:
+    """A toy, made once: the matrix asks for each thousands of times."""
+    return TOYS[pool](page_size)
 
 
 def directions_of(spec: PoolSpec) -> tuple[str, ...]:
@@ -93,14 +99,14 @@ def without_a_gpu(backend: str) -> str:
 def pairs(platform: str) -> Iterator[tuple[str, str, str, str]]:
     """Every pool × layout × backend × direction of a platform, refused ones included."""
     for pool, layout, backend in itertools.product(TOYS, LAYOUTS, backends(platform)):
-        for direction in directions_of(TOYS[pool](4)):
+        for direction in directions_of(toy(pool, 4)):
             yield pool, layout, backend, direction
 
 
 def refusal(pool: str, layout: str, backend: str, direction: str, platform: str) -> Refusal | None:
     """The table's refusal of a pair, or None."""
     way = "backup" if direction.startswith("backup") else "load"
-    answer = support(TOYS[pool](4), layout, backend, way, platform)
+    answer = support(toy(pool, 4), layout, backend, way, platform)
     return answer if isinstance(answer, Refusal) else None
 
 
@@ -118,7 +124,10 @@ def refused(platform: str) -> list[tuple[str, str, str, str, str]]:
 @cache
 def covered(platform: str, strength: int = 3) -> list[Cell]:
     """For every layout and backend all combinations of `strength` other axes; pools and rounds take turns."""
-    allowed = [p for p in pairs(platform) if refusal(*p, platform) is None and TOYS[p[0]](4).components]
+    allowed: dict[tuple[str, str, str], list[str]] = {}  # layout, backend, direction -> pools
+    for pool, layout, backend, direction in pairs(platform):
+        if refusal(pool, layout, backend, direction, platform) is None and toy(pool, 4).components:
+            allowed.setdefault((layout, backend, direction), []).append(pool)
     rows: list[dict[str, Any]] = [
         dict(row) for row in covering_array({axis: list(values) for axis, values in AXES.items()}, strength=strength)
     ]
@@ -128,8 +137,8 @@ def covered(platform: str, strength: int = 3) -> list[Cell]:
     cells: list[Cell] = []
     for at, (layout, backend) in enumerate(itertools.product(LAYOUTS, backends(platform))):
         for i, row in enumerate(rows, start=at):
-            pools = [pool for pool, *rest in allowed if rest == [layout, backend, row["direction"]]]
-            able = [pool for pool in pools if TOYS[pool](row["page_size"]).page_size == row["page_size"]]
+            pools = allowed.get((layout, backend, row["direction"]), [])
+            able = [pool for pool in pools if toy(pool, row["page_size"]).page_size == row["page_size"]]
             if able:
                 cell = Cell(able[i % len(able)], layout, backend, platform=platform, **row)
                 cells.append(replace(cell, turn=i % fill.rounds(cell.spec)))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import gc
 import io
 import multiprocessing
 import os
@@ -25,8 +26,8 @@ from queue import SimpleQueue
 
 import pytest
 
-from verify import score
-from verify.arguments import Parser
+from verify import properties, score
+from verify.arguments import Parser, positive
 from verify.score import DATA, PACKAGES, ROOT
 
 TABLE = Path(__file__).with_name("mutants.toml")
@@ -110,6 +111,12 @@ class Copy:
         return code != 0  # a negative one: killed by a signal, such as an address that is not mapped
 
 
+class _AnyFailureWillDo:
+    @pytest.hookimpl(trylast=True)  # after the suite's own choice
+    def pytest_configure(self) -> None:
+        properties.stop_at_the_first_failure()
+
+
 def _run_tests(folder: Path, tests: tuple[str, ...]) -> None:
     for name in [m for m in sys.modules if m.split(".")[0] in PACKAGES]:
         del sys.modules[name]
@@ -118,7 +125,7 @@ def _run_tests(folder: Path, tests: tuple[str, ...]) -> None:
     sys.path[:] = [str(folder), *(p for p in sys.path if Path(p or ".").resolve() != ROOT)]
     said = io.StringIO()
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
-        code = pytest.main([*OPTIONS, *tests])
+        code = pytest.main([*OPTIONS, *tests], [_AnyFailureWillDo()])
     if code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
         print(said.getvalue(), file=sys.stderr, flush=True)
     os._exit(int(code))
@@ -128,10 +135,12 @@ def main(argv: list[str] | None = None) -> int:
     """Run every mutant (or those of `--only TEXT`); print them, survivors last, and the score."""
     parser = Parser(prog="python -m verify mutants", description="Run every mutant, print the survivors and the score.")
     parser.add_argument("--only", default="", metavar="TEXT", help="mutants whose fault or file contains TEXT")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--jobs", type=positive, default=os.cpu_count() or 1, metavar="N")
     options = parser.parse_args(argv)
     every, measured = table(), score.sources()
     chosen = [m for m in every if options.only in m.fault or options.only in m.file]
+    if not chosen:
+        parser.error(f"there is no mutant whose fault or file contains {options.only!r}")
     for mutant in chosen:
         mutated(mutant)
         for killer in mutant.killers:
@@ -159,13 +168,20 @@ def main(argv: list[str] | None = None) -> int:
     for (killed, seconds), mutant in survivors_last:
         print(f"{'killed  ' if killed else 'SURVIVED'} {seconds:5.1f} s  {mutant.file}: {mutant.fault}")
     dead = sum(killed for killed, _ in verdicts)
-    print(f"mutation score: {100 * dead / max(len(chosen), 1):.1f}% ({dead}/{len(chosen)})")
+    print(f"mutation score: {100 * dead / len(chosen):.1f}% ({dead}/{len(chosen)})")
     if chosen == every and score.sources() == measured:
         score.keep(dead, len(every), measured)
-    return 0 if chosen and dead == len(chosen) else 1
+    return 0 if dead == len(chosen) else 1
 
 
 def _warm_up() -> None:
-    """Import what every child needs and no mutant touches, so that it is paid for once."""
-    import numba  # noqa: F401
+    """Import what children need and no mutant touches, so that it is paid for once."""
+    import covertable  # noqa: F401
+    import hypothesis.stateful  # noqa: F401
+    import jsonschema  # noqa: F401
+    import numba
+    import psutil  # noqa: F401
     import torch  # noqa: F401
+
+    numba.njit(lambda: None)()  # the compiler is imported when it is first used
+    gc.freeze()  # the children's garbage is their own

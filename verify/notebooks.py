@@ -14,6 +14,7 @@ and with committed results, on every machine; `make run` and JupyterLab hand on 
     python -m verify.notebooks check|refresh|nbval [NOTEBOOK ...]
 """
 
+import argparse
 import os
 import re
 import subprocess
@@ -39,7 +40,7 @@ from nbformat import NotebookNode
 from nbstripout import strip_output
 from tqdm import tqdm
 
-from verify.arguments import Parser
+from verify.arguments import Parser, file
 
 ROOT = Path(__file__).resolve().parent.parent
 NOTEBOOKS = ROOT / "notebooks"
@@ -87,6 +88,21 @@ class Result:
 
 def committed() -> list[Path]:
     return sorted(NOTEBOOKS.glob("*.ipynb"))
+
+
+def notebook(text: str) -> Path:
+    """A type for argparse: a file that is a notebook."""
+    path = file(text)
+    try:
+        nbformat.read(path, as_version=4)
+    except Exception as error:  # nbformat raises whatever a file leads it to
+        raise argparse.ArgumentTypeError(f"{text!r} is no notebook") from error
+    return path
+
+
+def notebook_or_pair(text: str) -> Path:
+    """The same, or one that is yet to be made of its text pair."""
+    return Path(text) if not Path(text).exists() and pair(Path(text)).is_file() else notebook(text)
 
 
 def pair(notebook: Path) -> Path:
@@ -320,8 +336,9 @@ def build_font_cache() -> None:
 
 def main() -> int:
     parser = Parser(prog="python -m verify.notebooks")
-    parser.add_argument("action", choices=["check", "refresh", "nbval"])
-    parser.add_argument("paths", nargs="*", type=Path, metavar="NOTEBOOK", help="default: all")
+    actions = parser.add_subparsers(dest="action", required=True, parser_class=Parser)
+    for action, kind in (("check", notebook), ("refresh", notebook_or_pair), ("nbval", notebook)):
+        actions.add_parser(action).add_argument("paths", nargs="*", type=kind, metavar="NOTEBOOK", help="default: all")
     args = parser.parse_args()
     if args.action == "refresh":
         new = [NOTEBOOKS / f"{text.stem}.ipynb" for text in NOTEBOOKS.glob("py/*.py")]

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 import torch
 from tqdm import tqdm
 
-from refimpl import LAYOUTS, presets
+from refimpl import LAYOUTS, PoolSpec, Refusal, presets, support
 from verify import notebooks, page
-from verify.arguments import Parser, file, folder, listed, positive
+from verify.arguments import Parser, folder, listed, positive
 from verify.bench import measure, options, results
 from verify.bench import report as tables
 from verify.bench.files import NoResults
@@ -60,7 +61,11 @@ def parser() -> Parser:
         "--budget", type=positive, default=here.BUDGET_S, metavar="S", help="to measure a GPU (default: %(default)s s)"
     )
     found.add_argument(
-        "--notebooks", type=file, nargs="*", metavar="FILE", help="default: all of notebooks/; none if no file follows"
+        "--notebooks",
+        type=notebooks.notebook,
+        nargs="*",
+        metavar="FILE",
+        help="default: all of notebooks/; none if no file follows",
     )
     found.add_argument("--out", type=folder, default="out", metavar="FOLDER", help="default: %(default)s")
     return found
@@ -95,11 +100,33 @@ def _advice(content: Content, model: str, args: argparse.Namespace) -> list[str]
     rows = recommend.rows_of(content, model, page_size, layouts)
     if advice := recommend.advice(content, rows):
         return [f"{model}, {sentence}" for sentence in advice]
-    by_model = {name: recommend.rows_of_model(content, name, layouts) for name in presets.MODELS}
-    measured = [name for name, every in by_model.items() if recommend.ways(content, every)]
-    lack = " with such pages" if model in measured else f", which have {listed(measured) or 'no model'}"
-    near = nearest.sentence(content, presets.model(model, page_size=page_size).values(), layouts, page_size)
+    specs = presets.model(model, page_size=page_size).values()
+    if refused := _refused(specs, layouts):
+        return [f"{model}: no pool of it can have such a layout: {'; '.join(refused)}"]
+    lack, near = _lack(content, model, layouts), nearest.sentence(content, specs, layouts, page_size)
     return [f"{model}: not among these results{lack}; {near}; on a GPU it is measured"]
+
+
+def _refused(specs: Iterable[PoolSpec], layouts: Sequence[str]) -> Iterable[str]:
+    """Why no pool can have any of the layouts, a reason for each; nothing if one can."""
+    reasons: dict[str, str] = {}
+    for spec, layout in product((spec for spec in specs if spec.page_bytes), layouts):
+        answer = support(spec, layout, "direct", "backup", "cuda")
+        if not isinstance(answer, Refusal):
+            return []
+        reasons.setdefault(layout, answer.reason)
+    return reasons.values()
+
+
+def _lack(content: Content, model: str, layouts: Sequence[str]) -> str:
+    """What the results lack: pages, layouts, or the model."""
+
+    def measured(name: str, layouts: Sequence[str] = LAYOUTS) -> bool:
+        return bool(recommend.ways(content, recommend.rows_of_model(content, name, layouts)))
+
+    if measured(model):
+        return " with such pages" if measured(model, layouts) else f" in {' or '.join(layouts)}"
+    return f", which have {listed(filter(measured, presets.MODELS)) or 'no model'}"
 
 
 def for_notebooks(args: argparse.Namespace, results: Path) -> dict[str, str]:

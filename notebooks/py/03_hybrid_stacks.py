@@ -219,7 +219,7 @@ controller.close()
 stack.close()
 
 # %% [markdown]
-# A pool with backend `staged` in a layout that interleaves layers (`c4` here) comes as a whole before layer 0: layer by layer, each would take the bus for the whole page. In `page_first_direct` it comes by layer like the others.
+# Every pool comes by layer here, `c4` with `staged` too: a page of it keeps the bytes of a layer together, in every layout. Where a layout puts other layers between them (`page_first` with K and V of several tokens, say), `staged` brings the pool as a whole before layer 0, because each layer would take the bus for the whole page.
 #
 # ## The timeline of a load
 #

@@ -303,7 +303,7 @@ else:
     book.say("Not among these results: several GPUs of one host. `make bench-gpus` measures them.")
 
 # %% [markdown]
-# A mark is one rank with one pool, layout and backend. The table has medians over all of them: what a rank keeps of its own rate alone, and then what all ranks reach together, in percent of what plain copies of all reach together. A backend that is slow alone is so there as well.
+# A mark is one rank with one pool, layout and backend; rates do not begin at 0. The pools of a backend differ more than situations do, so the distance of two bars is not what a rank loses. The table tells that: medians over all marks of what a rank keeps of its *own* rate alone, and then of what all ranks reach together, in percent of what plain copies of all reach together. A backend that is slow alone is so there as well.
 
 # %%
 if of_ranks:

@@ -17,6 +17,7 @@
 # - The kernels that run in this notebook, on a CPU, are the very files that a GPU compiles. They run behind a queue that is as late and as disorderly as a device may be.
 # - `staged` is a pipeline over two halves of a buffer. A missing wait in it does not crash. It gives wrong bytes, now and then.
 # - The second half reads measurements of an H200, and computes every figure from that file. Three things in it surprised us: a copy engine is fast even with small pieces, a kernel that writes to the host slows a model down far more than one that reads from it, and a staging buffer of two pages is nearly enough.
+# - Most targets are missed in some rows, several of them because of what a driver or a bus takes by itself. [All of them](#Targets,-and-what-misses-them) are listed, with the row that is farthest off.
 #
 # If you only want to know which one to use, go to [What to choose](#What-to-choose).
 

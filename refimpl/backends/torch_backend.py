@@ -5,6 +5,8 @@ Each move is two strided byte views, `[page, *loops, run]`, one of either side; 
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 
@@ -12,6 +14,7 @@ from refimpl.backends.protocol import OnTheHost
 from refimpl.indices import Items
 from refimpl.plan import Move, Plan, Side
 from refimpl.receipt import Receipt
+from refimpl.runtime import Event
 
 WORDS = ((8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.uint8))
 
@@ -28,7 +31,13 @@ class TorchBackend(OnTheHost):
             receipt += Receipt(
                 "torch", runs * move.run, runs, index_uploads=uploads, host_syncs=int(host.device != device.device)
             )
-        return receipt
+        return replace(receipt, event=_behind(plan)) if direction == "load" else receipt
+
+
+def _behind(plan: Plan) -> Event | None:
+    """Torch on a GPU returns before it has written: the event behind that; None on a CPU."""
+    device = next((tensor.device for move in plan.moves for tensor in move.device.tensors if tensor.is_cuda), None)
+    return torch.cuda.current_stream(device).record_event() if device else None
 
 
 def strided(move: Move, side: Side, at: int, loop_strides: list[int]) -> torch.Tensor:

@@ -149,7 +149,7 @@ def _offsets(g: Json, side: str, buffer: Json, component: Json, layer: int) -> n
     heads, lanes, held = (component["heads"] or 1) // groups, buffer["head_bytes"], buffer["components"]
     layout, pages = g["layout"] if side == "host" else "layer_first", g[f"{side}_pages"]
     step = plain.strides(layout, len(buffer["layers"]), len(held), pages, tokens, groups, heads, lanes)
-    page, token, group, head, lane = np.ix_(*map(range, (pages, tokens, groups, heads, lanes)))
+    page, token, group, head, lane = np.ix_(*map(np.arange, (pages, tokens, groups, heads, lanes)))
     begin = buffer["layers"].index(layer) * step[2] + held.index(component["name"]) * step[5]
     inside = page * step[0] + token * step[1] + group * step[3] + head * step[4] + lane
     return (begin + inside).reshape(pages, tokens, groups * heads, lanes)

@@ -146,6 +146,19 @@ def rows(content: Content, figures: Content, model: str | None = None, page_size
     ]
 
 
+def page_sizes(content: Content, figures: Content, model: str | None = None) -> list[int]:
+    """Tokens a page with which something was measured, of a model or of any."""
+    sizes = sorted({cell.spec.page_size for cell in known(content, figures)})
+    return [size for size in sizes if model is None or _is_measured(content, figures, model, size)]
+
+
+def _is_measured(content: Content, figures: Content, model: str, page_size: int) -> bool:
+    try:
+        return any(row.best for row in rows(content, figures, model, page_size))
+    except ValueError:  # it cannot have such pages
+        return False
+
+
 def _stand_in(choice: Choice, one: Known) -> Measured | None:
     if choice.apart:
         return None
@@ -212,11 +225,16 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--model", choices=presets.MODELS, metavar="M", help=listed(presets.MODELS))
     parser.add_argument("--page-size", type=positive, metavar="P", help="tokens a page")
     args = parser.parse_args(argv)
+    measured = here.shown("bench", "committed")[1], results.sglang()
     try:
-        found = rows(here.shown("bench", "committed")[1], results.sglang(), args.model, args.page_size)
+        found = rows(*measured, args.model, args.page_size)
     except ValueError as mistake:
         parser.error(str(mistake))
     if not found:
-        parser.error(f"nothing was measured with pages of {args.page_size}; name a model")
+        sizes = listed(map(str, page_sizes(*measured)))
+        parser.error(f"nothing was measured with pages of {args.page_size}, only of {sizes}; name a model")
     print(as_text(table(found), left=NAMES), "", *summary(found), sep="\n")
+    if not any(row.best for row in found):
+        sizes = listed(map(str, page_sizes(*measured, args.model)))
+        print(f"{args.model} was measured with pages of {sizes}" if sizes else f"nothing of {args.model} was measured")
     return 0

@@ -19,6 +19,7 @@ from verify.arguments import Parser
 from verify.bench import files, results
 from verify.bench.files import Form, NoResults
 from verify.bench.gpu import ceilings
+from verify.bench.gpu import measure as gpu_measure
 from verify.bench.gpu import results as gpu_results
 from verify.bench.noise import RULE, Fraction, fraction
 from verify.bench.provenance import origin
@@ -26,9 +27,6 @@ from verify.bench.report import Table, as_text
 
 Content = dict[str, Any]
 
-# What one cell is called, apart from the way in which it moves its bytes.
-GPU_NAMES = ("portion", "case", "pool", "layout", "direction", "scattered", "pages")
-CPU_NAMES = ("model", "pool", "layout", "direction", "pages")
 VERDICTS = ("faster", "slower", "within noise")
 
 
@@ -57,13 +55,13 @@ def _gpu_cells(content: Content) -> Iterator[tuple[Key, Cell]]:
     for row in content["rows"]:
         limits = content["sessions"][row["session"]]["ceilings"]
         plain = ceilings.fitting(limits, row["direction"], row["payload_bytes"])
-        yield from _cells(row, GPU_NAMES, "mover", plain["timing"], plain["payload_bytes"])
+        yield from _cells(row, gpu_measure.NAMES, "mover", plain["timing"], plain["payload_bytes"])
 
 
 def _cpu_cells(content: Content) -> Iterator[tuple[Key, Cell]]:
     for row in content["rows"]:
         plain = {copy["name"]: copy["timing"] for copy in row["copies"]}.get(row["ceiling"])
-        yield from _cells(row, CPU_NAMES, "backend", plain, row["payload_bytes"])
+        yield from _cells(row, results.NAMES, "backend", plain, row["payload_bytes"])
 
 
 def _cells(
@@ -76,8 +74,8 @@ def _cells(
 
 
 KINDS = (
-    Kind(gpu_results.FORM, GPU_NAMES, _gpu_cells),
-    Kind(Form(results.SCHEMA), CPU_NAMES, _cpu_cells),
+    Kind(gpu_results.FORM, gpu_measure.NAMES, _gpu_cells),
+    Kind(results.FORM, results.NAMES, _cpu_cells),
 )
 
 
@@ -100,6 +98,11 @@ class Comparison:
         """Cells that both files have measured."""
         pairs = {key: (self.a[key].fraction, self.b[key].fraction) for key in self.a if key in self.b}
         return {key: (a, b) for key, (a, b) in pairs.items() if a and b}
+
+    @property
+    def changed(self) -> list[Key]:
+        """Cells that both files have, and that fared otherwise."""
+        return [key for key in self.a if key in self.b and self.a[key].status != self.b[key].status]
 
     def verdict(self, key: Key) -> str:
         """What B is, against A."""
@@ -136,8 +139,7 @@ def summary(found: Comparison) -> list[str]:
     for mover, ratios in by_mover.items():
         middle, low, high = statistics.median(ratios), min(ratios), max(ratios)
         lines.append(f"  {mover}: ×{middle:.3f} (median of {len(ratios)}; ×{low:.2f} to ×{high:.2f})")
-    changed = [key for key in found.a if key in found.b and found.a[key].status != found.b[key].status]
-    lines += [f"  {_name(key)}: {found.a[key].status} in A, {found.b[key].status} in B" for key in changed]
+    lines += [f"  {_name(key)}: {found.a[key].status} in A, {found.b[key].status} in B" for key in found.changed]
     lines += _only("A", found.a, found.b) + _only("B", found.b, found.a)
     lines.append(f"noise: {RULE}")
     for name, cells in (("A", found.a), ("B", found.b)):
@@ -183,9 +185,11 @@ def main(argv: Sequence[str]) -> int:
         (kind, a), (other, b) = read(args.a), read(args.b)
         if kind is not other:
             raise NoResults(f"{args.a} follows {kind.form.schema.name}, {args.b} follows {other.form.schema.name}")
+        found = compare(kind, a, b)
+        if not found.both and not found.changed:
+            raise NoResults(f"{args.a} and {args.b} have no measured cell in common")
     except NoResults as error:
         return parser.error(str(error))
-    found = compare(kind, a, b)
     for name, path, content in (("A", args.a, a), ("B", args.b, b)):
         print(f"{name}: {path}: {origin(content)}")
     print(*summary(found), "", as_text(table(found), found.kind.names), sep="\n")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -60,6 +60,17 @@ def _fault(content: Any, form: Form, schema: Content) -> str:
         raise NoResults("reading results needs jsonschema: pip install jsonschema") from error
     fault = next(jsonschema.Draft202012Validator(schema).iter_errors(content), None)
     return f"{fault.json_path}: {fault.message[:120]}" if fault else form.fault(content)
+
+
+def repeated(rows: list[Content], names: Sequence[str]) -> str:
+    """Where a row stands that was there before, or nothing."""
+    seen: dict[tuple[Any, ...], int] = {}
+    for number, row in enumerate(rows):
+        name = tuple(row[one] for one in names)
+        if name in seen:
+            return f"$.rows[{number}]: the same as $.rows[{seen[name]}], {', '.join(map(str, name))}"
+        seen[name] = number
+    return ""
 
 
 def write(path: Path, text: str) -> None:

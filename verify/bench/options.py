@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 
 import psutil
 
@@ -58,13 +59,18 @@ def settings(args: argparse.Namespace, parser: argparse.ArgumentParser) -> Setti
         needed = memory_needed(asked)
     except ValueError as error:  # the model has pages of another size only
         parser.error(str(error))
-    require_memory(parser, needed, "ask for fewer pages")
+    fewer = "fewer --pages" if asked.pages else "a smaller --payload"
+    require_memory(parser, needed, f"ask for {fewer}", memory_needed(replace(asked, pages=1)), "--page-size")
     return asked
 
 
-def require_memory(parser: argparse.ArgumentParser, needed: int, way_out: str) -> None:
-    """Ends the program where so many bytes are not to be had."""
+def require_memory(
+    parser: argparse.ArgumentParser, needed: int, way_out: str, of_a_page: int = 0, page_size: str = ""
+) -> None:
+    """Ends the program where so many bytes are not to be had; `page_size` is the option for pages that are too big."""
     free = psutil.virtual_memory().available
+    if of_a_page > free:
+        way_out = f"ask for a smaller {page_size}"
     if needed > free:
         parser.error(f"this needs {needed / 1e9:,.1f} GB of memory, {free / 1e9:,.1f} GB are free: {way_out}")
 

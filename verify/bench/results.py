@@ -9,11 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from verify.bench import files
+from verify.bench.files import Form
 from verify.bench.measure import Settings
 from verify.bench.provenance import provenance
 from verify.bench.record import Row
 
 SCHEMA = files.SCHEMAS / "bench.schema.json"
+NAMES = ("model", "pool", "layout", "direction", "pages")  # of a row
+FORM = Form(SCHEMA, lambda content: files.repeated(content["rows"], NAMES))
 
 
 def as_json(settings: Settings, rows: Iterable[Row], command: list[str]) -> dict[str, Any]:

@@ -12,12 +12,11 @@ from typing import Any, TypeGuard
 import numpy as np
 import torch
 
-from refimpl import PageAllocator, PoolTransfer, slots_of
+from refimpl import PoolTransfer, slots_of
 from refimpl.controller import Controller
-from refimpl.host_pool import HostPool
 from refimpl.layer_done import SETS
 from refimpl.operations import Ack, Batch, Operation, opposite, overlap
-from refimpl.queueing import Reclaim
+from refimpl.queueing import Locks, Reclaim
 from refimpl.radix import Node, PrefixCache, Ticket
 from refimpl.runtime import Event, Stream
 from refimpl.transfer import Transfer
@@ -33,8 +32,6 @@ from verify.conformance.checks import (
     queueing,
     trees,
 )
-
-Locks = Iterable[tuple[HostPool | PageAllocator, torch.Tensor]]
 
 
 @dataclass(frozen=True)
@@ -177,7 +174,7 @@ class TheHostWaits(Controller):
 )
 class LocksNothingOnTheHost(Controller):
     def _locks(self, operation: Operation) -> Locks:
-        return [(owner, slots) for owner, slots in super()._locks(operation) if not isinstance(owner, HostPool)]
+        return {where: lock for where, lock in super()._locks(operation).items() if where[0] != "host"}
 
 
 @found_by(
@@ -187,7 +184,7 @@ class LocksNothingOnTheHost(Controller):
 )
 class LocksNothingOnTheDevice(Controller):
     def _locks(self, operation: Operation) -> Locks:
-        return [(owner, slots) for owner, slots in super()._locks(operation) if isinstance(owner, HostPool)]
+        return {where: lock for where, lock in super()._locks(operation).items() if where[0] != "device"}
 
 
 @found_by(
@@ -231,7 +228,7 @@ class ForgetsWhatIsBesideStates(Controller):
 @found_by(lifetimes.check_one_list_for_both_sides, says="host slots .* go to somebody else")
 class LocksEveryListOnce(Controller):
     def _locks(self, operation: Operation) -> Locks:
-        return {id(slots): (owner, slots) for owner, slots in super()._locks(operation)}.values()
+        return {("any", "any", where[2]): lock for where, lock in super()._locks(operation).items()}
 
 
 @found_by(lists.check_loads_name_what_they_read, says="a load is accepted that says nothing")
@@ -252,7 +249,7 @@ class KeepsTheCallersLists(Controller):
         return tuple(transfers)
 
     def _locks(self, operation: Operation) -> Locks:
-        return []  # what was locked could not be found again
+        return {}  # what was locked could not be found again
 
 
 @found_by(
@@ -315,7 +312,7 @@ class CopiesNoShortLists(Controller):
         return indices if _is(indices, torch.int32) else super()._as_it_is_now(indices)
 
     def _locks(self, operation: Operation) -> Locks:
-        return []
+        return {}
 
 
 @found_by(lists.check_lists_may_be_dropped, says="lists were dropped: .* holds")
@@ -327,7 +324,7 @@ class KeepsTheAddressesOfLists(Controller):
         return torch.from_numpy(np.ctypeslib.as_array(there))
 
     def _locks(self, operation: Operation) -> Locks:
-        return []
+        return {}
 
 
 @found_by(lists.check_lists_on_the_device_are_read_in_order, says="lists on the device: .* holds")

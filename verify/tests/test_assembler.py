@@ -304,7 +304,8 @@ def test_deepseek_v4_flash_has_the_sizes_of_the_model() -> None:
         ({"device_pages": {"kv": 4, "swa": 4, "c4": 4}, "host_ratio": 2}, r"\['kv', 'swa'\]; got"),
         ({"device_pages": {"kv": 4, "swa": -1}, "host_ratio": 2}, "'swa': device_pages must not be negative, got -1"),
         ({"device_pages": {"kv": 8, "swa": 1}, "host_ratio": 0.5}, "host_ratio=0.5 leaves pool 'swa' no page on the"),
-        ({"device_pages": 4, "host_ratio": -1}, "host_ratio=-1 leaves pool 'kv' no page on the host for 4"),
+        ({"device_pages": 4, "host_ratio": 0}, "host_ratio=0 leaves pool 'kv' no page on the host for 4"),
+        ({"device_pages": {"kv": 4, 7: 4}, "host_ratio": 1}, r"\['kv', 'swa'\]; got {'kv': 4, 7: 4}"),
         ({"device_pages": 4, "host_bytes": 400}, "host_bytes=400 leaves pool 'kv' no page .* takes 74 bytes"),
         ({"device_pages": 4, "host_ratio": 1, "staging_pages": 1}, "'kv': staging_pages must be from 2"),
         ({"device_pages": 4, "host_ratio": 1, "pools": {"c3": ("page_first", "torch")}}, r"pools names \['c3'\]"),
@@ -328,13 +329,18 @@ V4 = STACKS["v4"](P)
         ({"device_pages": 8.0}, TypeError, "device_pages must be a whole number.*; got 8.0"),
         ({"device_pages": "8"}, TypeError, "device_pages must be a whole number.*; got '8'"),
         ({"device_pages": {"kv": 4.0, "swa": 4}}, TypeError, "one for each pool by name; got {'kv': 4.0, 'swa': 4}"),
+        ({"device_pages": {"kv": 4, "swa": None}}, TypeError, "one for each pool by name; got {'kv': 4, 'swa': None}"),
         ({"device_pages": {"kv": 4, "swa": True}}, TypeError, "one for each pool by name; got {'kv': 4, 'swa': True}"),
         ({"host_bytes": 1e6}, TypeError, "host_bytes must be a whole number of bytes, got 1000000.0"),
         ({"host_bytes": "9000"}, TypeError, "host_bytes must be a whole number of bytes, got '9000'"),
         ({"host_bytes": True}, TypeError, "host_bytes must be a whole number of bytes, got True"),
         ({"host_ratio": float("nan")}, ValueError, "host_ratio must be a number of host pages .*, got nan"),
         ({"host_ratio": float("inf")}, ValueError, "host_ratio must be a number of host pages .*, got inf"),
+        ({"host_ratio": -1}, ValueError, "host_ratio must be a number of host pages .* from 0 to 1,000,000, got -1"),
+        ({"host_ratio": 1e300}, ValueError, r"host_ratio must be a number of host pages .*, got 1e\+300"),
         ({"host_ratio": "2"}, ValueError, "host_ratio must be a number of host pages .*, got '2'"),
+        ({"budget": "1GB"}, TypeError, "host memory: a budget is a Budget, which pools share, got '1GB'"),
+        ({"device_budget": 9}, TypeError, "device memory for staging: a budget is a Budget, which pools share, got 9"),
         ({"pools": {"c128": "page_first"}}, TypeError, f"{PAIR}, got 'page_first'"),
         ({"pools": {"c128": "pf"}}, TypeError, f"{PAIR}, got 'pf'"),
         ({"pools": {"c128": ("page_first",)}}, TypeError, PAIR),
@@ -353,11 +359,11 @@ def test_what_is_of_the_wrong_kind_is_refused_by_name(
     options: dict[str, Any], error: type[Exception], told: str, platform: str | None
 ) -> None:
     memory, budget = CountedMemory(), Budget(10**6)
-    asked: dict[str, Any] = {"model": V4, "device_pages": 4, "platform": platform, **options}
+    asked: dict[str, Any] = {"model": V4, "device_pages": 4, "platform": platform, "budget": budget, **options}
     if "host_bytes" not in options:
         asked.setdefault("host_ratio", 1)
     with pytest.raises(error, match=told):
-        build_stack(**asked, memory=memory, budget=budget)
+        build_stack(**asked, memory=memory)
     assert (memory.asked, budget.available) == (0, 10**6)
 
 

@@ -277,6 +277,8 @@ def test_pools_of_the_same_rows_are_one_cell_whatever_their_name() -> None:
         (["--model", "llama-3.1-8b", "--page-size", "1"], "staged, a copy a page"),
         (["--model", "qwen3-8b"], "not measured"),
         (["--page-size", "16"], "deepseek-v3, page 16"),
+        (["--model", "llama-3.1-8b", "--page-size", "7"], "llama-3.1-8b was measured with pages of 1, 16, 64\n"),
+        (["--model", "qwen3-8b"], "nothing of qwen3-8b was measured\n"),
     ],
 )
 def test_the_command_prints_a_table(arguments: list[str], shown: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -289,7 +291,7 @@ def test_the_command_prints_a_table(arguments: list[str], shown: str, capsys: py
     [
         (["--model", "llama-9"], "invalid choice: 'llama-9'"),
         (["--page-size", "0"], "must be a positive integer, got '0'"),
-        (["--page-size", "7"], "nothing was measured with pages of 7; name a model"),
+        (["--page-size", "7"], "nothing was measured with pages of 7, only of 1, 16, 64, 256; name a model"),
         (["--model", "deepseek-v4-flash", "--page-size", "1"], "DeepSeek V4 has pages of 256 tokens, got page_size 1"),
     ],
 )

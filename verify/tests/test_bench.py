@@ -83,7 +83,7 @@ def test_refused_cells_are_listed_with_their_reason(content: dict[str, Any]) -> 
     assert [(row["layout"], row["direction"], cell["backend"]) for row, cell in refused] == [
         ("page_first_kv_split", direction, backend) for direction in ("backup", "load") for backend in TINY.backends
     ]
-    assert all("names no split" in cell["reason"] for _, cell in refused)
+    assert all("no split is named" in cell["reason"] for _, cell in refused)
     assert "[1] page_first_kv_split cuts a row in two" in report.as_text(report.matrix(content))
 
 

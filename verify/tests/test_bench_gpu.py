@@ -92,7 +92,7 @@ def test_refused_cells_are_listed_with_their_reason(content: dict[str, Any]) -> 
     reasons = {cell["reason"] for _, cell in cells(content, "refused")}
     assert any("a backup moves all layers" in reason for reason in reasons)
     assert any("there is no page to stage" in reason for reason in reasons)
-    assert any("names no split" in reason for reason in reasons)
+    assert any("no split is named" in reason for reason in reasons)
     assert not cells(content, "wrong")
     assert not cells(content, "failed")
 
@@ -277,9 +277,9 @@ def test_a_submit_is_judged_without_the_calls_that_it_makes() -> None:
     sessions = [{"calls": single_calls((1, 1e-4), (100, 2e-4))}]
     lines = targets.verdicts({"sessions": sessions, "rows": [found, waited, half]}, sglang())
     assert [line for line in lines if "taken away" in line] == [
-        "met: submit of direct, the calls taken away: 1 of 1; least 5e-05 of 0.0001 "
+        "met: submit of direct, the calls taken away: 1 of 1; worst 5e-05 s against 0.0001 s "
         "(MHA Llama-8B, page 64 kv, page_head, backup)",
-        "MISSED: submit of staged, the calls taken away: 1 of 2; least 0.00026 of 0.00025 "
+        "MISSED: submit of staged, the calls taken away: 1 of 2; worst 0.00026 s against 0.00025 s "
         "(MHA Llama-8B, page 64 kv, page_head, backup)",
     ]
 

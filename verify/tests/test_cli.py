@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
+import subprocess
+import sys
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +18,7 @@ import torch
 from refimpl import LAYOUTS, presets
 from refimpl.support import BACKENDS
 from verify import cli, matrix, notebooks, report, run
+from verify.bench import results
 from verify.bench.gpu import cases, here, recommend
 from verify.toys import TOYS
 
@@ -25,7 +31,10 @@ from verify.toys import TOYS
         (["--pages", "0"], "must be a positive integer, got '0'"),
         (["--pages", "-3"], "must be a positive integer, got '-3'"),
         (["--pages", "many"], "must be a positive integer, got 'many'"),
-        (["--pages", "1000000000"], "ask for fewer pages"),
+        (["--pages", "1000000000"], "ask for fewer --pages"),
+        (["--payload", "9999999GiB"], "ask for a smaller --payload"),
+        (["--model", "qwen3-8b", "--page-size", "99999999999"], "ask for a smaller --page-size"),
+        (["--model", "qwen3-8b", "--page-size", "99999999999", "--pages", "9"], "ask for a smaller --page-size"),
         (
             ["--model", "deepseek-v4-flash", "--page-size", "64"],
             "DeepSeek V4 has pages of 256 tokens, got page_size 64",
@@ -33,6 +42,8 @@ from verify.toys import TOYS
         (["--backends", "kernel"], "there is no backend 'kernel'; there are torch, numba"),
         (["--payload", "big"], "must be a size such as 16MiB, got 'big'"),
         (["--notebooks", "nope.ipynb"], "there is no file 'nope.ipynb'"),
+        (["--notebooks", __file__], f"'{__file__}' is no notebook"),
+        (["--notebooks", str(results.SCHEMA)], f"'{results.SCHEMA}' is no notebook"),
         (["--out", __file__], f"nothing can be written to '{__file__}': File exists"),
     ],
 )
@@ -119,6 +130,77 @@ def test_run_knows_with_which_pages_a_model_was_measured(
     options += ["--layouts", "page_first"]
     assert cli.main(["run", *options, "--out", str(tmp_path), "--notebooks"]) == 0
     assert said in capsys.readouterr().out
+
+
+def in_one_layout() -> dict[str, Any]:
+    """The committed results, as if all had been measured in one layout only."""
+    content = json.loads(here.committed("bench").read_text())
+    return content | {"rows": [row for row in content["rows"] if row["layout"] == "page_first"]}
+
+
+@pytest.mark.parametrize(
+    ("model", "layouts", "said"),
+    [
+        ("deepseek-v3", "page_head", "no pool of it can have such a layout: page_head puts heads outside the tokens, "),
+        ("llama-3.1-8b", "page_first_kv_split", "no pool of it can have such a layout: page_first_kv_split cuts "),
+        ("deepseek-v3", "page_head,page_first_direct", "not among these results in page_head or page_first_direct; "),
+        (
+            "deepseek-v3",
+            "page_unified",
+            "not among these results in page_unified; nothing was measured in these layouts, ",
+        ),
+    ],
+)
+def test_what_no_pool_can_have_is_not_called_unmeasured(model: str, layouts: str, said: str, tmp_path: Path) -> None:
+    args = run.parser().parse_args(["--layouts", layouts, "--out", str(tmp_path)])
+    (line,) = run._advice(in_one_layout(), model, args)
+    assert line.startswith(f"{model}: {said}")
+    assert line.endswith("; on a GPU it is measured") == ("no pool" not in said)
+
+
+def command(*arguments: str, python: tuple[str, ...] = (), **options: Any) -> subprocess.CompletedProcess[str]:
+    """`python -m verify` in a process of its own."""
+    given = [sys.executable, *python, "-m", "verify", *arguments]
+    return subprocess.run(given, cwd=notebooks.ROOT, stderr=subprocess.PIPE, text=True, check=False, **options)
+
+
+@pytest.mark.parametrize("arguments", [["dictionary"], ["--help"], ["audit", "--help"]], ids=" ".join)
+def test_a_reader_that_has_enough_ends_a_command_quietly(arguments: list[str]) -> None:
+    reads, writes = os.pipe()
+    os.close(reads)
+    with os.fdopen(writes, "w") as pipe:
+        done = command(*arguments, stdout=pipe, env=os.environ | {"PYTHONUNBUFFERED": ""})
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")
+
+
+@pytest.mark.parametrize("name", cli.COMMANDS)
+def test_a_package_that_is_missing_is_named_with_the_way_out(name: str) -> None:
+    """To a Python that has only its own library."""
+    done = command(name, python=("-S",), stdout=subprocess.PIPE)
+    assert (done.returncode, done.stdout) == (2, "")
+    (line,) = done.stderr.splitlines()
+    assert re.fullmatch(r"python -m verify: No module named '\w+'; `make run` makes \.venv, and .* has it", line)
+
+
+def test_a_module_of_our_own_that_is_missing_is_a_fault() -> None:
+    code = "import runpy, sys; sys.modules['verify.docs'] = None; sys.argv = ['', 'docs']; runpy.run_module('verify')"
+    done = subprocess.run([sys.executable, "-c", code], cwd=notebooks.ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "Traceback" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (["--jobs", "0"], "must be a positive integer, got '0'"),
+        (["--only", "zzzz"], "there is no mutant whose fault or file contains 'zzzz'"),
+    ],
+)
+def test_mutants_that_there_are_not(arguments: list[str], error: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["mutants", *arguments])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert error in line
 
 
 @pytest.mark.parametrize(

@@ -182,6 +182,38 @@ def test_files_of_two_kinds_are_not_compared(tmp_path: Path, capsys: pytest.Capt
     assert line.endswith(f"{paths[0]} follows bench_gpu.schema.json, {paths[1]} follows bench.schema.json")
 
 
+def without_rows(content: Content) -> Content:
+    return content | {"rows": []}
+
+
+def of_another_number_of_pages(content: Content) -> Content:
+    return content | {"rows": [row | {"pages": row["pages"] + 1} for row in content["rows"]]}
+
+
+@pytest.mark.parametrize("other", [without_rows, of_another_number_of_pages])
+def test_files_that_have_nothing_in_common_are_not_compared(
+    content: Content, other: Callable[[Content], Content], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths = [tmp_path / "one.json", tmp_path / "other.json"]
+    for path, made in zip(paths, (content, other(content)), strict=True):
+        path.write_text(json.dumps(made))
+    capsys.readouterr()
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["compare", *map(str, paths)])
+    out, err = capsys.readouterr()
+    (line,) = err.splitlines()
+    assert line.endswith(f"{paths[0]} and {paths[1]} have no measured cell in common")
+    assert not out
+
+
+def test_a_row_that_is_there_twice_is_refused(content: Content, tmp_path: Path) -> None:
+    rows = content["rows"]
+    (tmp_path / "twice.json").write_text(json.dumps(content | {"rows": [*rows, rows[1]]}))
+    where = rf"\$\.rows\[{len(rows)}\]: the same as \$\.rows\[1\], .*{rows[1]['layout']}"
+    with pytest.raises(compare.NoResults, match=where):
+        compare.read(tmp_path / "twice.json")
+
+
 def test_a_file_that_is_not_there_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         cli.main(["compare", str(tmp_path / "a.json"), str(tmp_path / "b.json")])

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from kernels_cupy.runtimes import emulated
 from refimpl import HostPool, HostPoolGroup, PoolTransfer, build_stack, presets
 from refimpl.controller import Controller
 from refimpl.hooks import Hooks
@@ -21,6 +22,7 @@ from refimpl.operations import DESTINATION, Dropped
 from refimpl.runtime import STREAMS, Stuck
 from refimpl.support import DIRECTIONS
 from refimpl.windows import WHEN, Window
+from verify import fill
 from verify.conformance import Rig
 from verify.conformance.rig import PAGE, PAGES, cut, joined
 
@@ -119,6 +121,33 @@ def test_an_interrupt_loses_nothing(step: str, several: bool, way: Way) -> None:
         require("what comes next", rig.slots_of(DESTINATION[direction], operation), content)
 
 
+@on_kernels
+def test_an_operation_whose_end_cannot_be_recorded_has_not_ended_before_it_has(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its slots are free when it is told, and others get them next."""
+    slots, _ = rig.on_device()
+    operation = rig.queue("backup", slots, None)
+    record, ends = rig.runtime.record, iter((False, True))  # its begin is recorded with the time, and then its end
+
+    def fails_at_the_end(stream: Any, timed: bool = False) -> Any:
+        if timed and next(ends, False):
+            raise RuntimeError("no event is left")
+        return record(stream, timed)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rig.runtime, "record", fails_at_the_end)
+        rig.controller.start_writing()
+    (ack,) = rig.controller.acknowledge()
+    assert "no event is left" in str(ack.error)
+    assert ack.tag == operation.tag
+    assert not locked(rig)
+    storage = [tensor.view(torch.uint8) for _, tensors in rig.stack.host.pools["kv"].storage for tensor in tensors]
+    then = [tensor.clone() for tensor in storage]
+    rig.rest()
+    assert all(map(torch.equal, storage, then)), "bytes arrived in slots that were free already"
+
+
 @every_way
 def test_an_interrupt_lets_nothing_run_on(way: Way) -> None:
     """A load is left after its first layer was submitted; whoever gets its slots next is not overwritten."""
@@ -193,6 +222,11 @@ def test_a_window_is_made_of_lists_of_slots(full: Any, mapping: Any, told: str) 
         Window(full, mapping)
 
 
+def test_hooks_are_no_name_of_a_step(rig: Rig) -> None:
+    with pytest.raises(TypeError, match="hooks are a Hooks, which holds, delays or fails steps; got 'backup copy'"):
+        Controller(rig.stack, hooks="backup copy")  # pyright: ignore[reportArgumentType]
+
+
 @pytest.mark.parametrize("wrong", [[0, 1], "01", (0, 1), torch.zeros(2), torch.zeros(2, 2, dtype=torch.int64)])
 @pytest.mark.parametrize("side", ["host", "device"])
 def test_a_transfer_is_made_of_lists_of_slots(side: str, wrong: Any) -> None:
@@ -214,8 +248,11 @@ REFUSED: dict[str, tuple[Callable[[Controller], object], str]] = {
     "a load of a pool": (lambda c: c.load(1, [PoolTransfer("draft")]), r"no pools \['draft'\]"),
     "twice the same": (lambda c: c.load(1, [PoolTransfer("kv"), PoolTransfer("kv")]), "one transfer at a time"),
     "a load of nothing": (lambda c: c.load(1, [PoolTransfer("kv", None, PAGE_1)]), "a load needs the host slots"),
-    "free host slots": (lambda c: c.load(1, [PoolTransfer("kv", PAGE_1)]), "slot 4 is not allocated"),
-    "free device slots": (lambda c: c.write(1, [PoolTransfer("kv", None, PAGE_1)]), "slot 4 is not allocated"),
+    "free host slots": (lambda c: c.load(1, [PoolTransfer("kv", PAGE_1)]), "pool 'kv': host slot 4 is not allocated"),
+    "free device slots": (
+        lambda c: c.write(1, [PoolTransfer("kv", None, PAGE_1)]),
+        "pool 'kv': device slot 4 is not allocated",
+    ),
 }
 
 
@@ -390,6 +427,49 @@ def test_lists_queued_on_one_stream_and_started_on_another_are_read_as_they_were
         release()
         rig.finish()
         rig.require_host("a backup by a list on the device", rig.slots_of("host", operation), content)
+
+
+TWO_OWNERS = {name: presets.mha(2, 1, 8, torch.uint8, page_size=PAGE, name=name) for name in ("kv", "draft")}
+
+
+@pytest.mark.emulated
+def test_pools_that_own_their_slots_may_be_given_one_list() -> None:
+    """Each is put in order by pages of its own: a load of the second pool comes after the backup of both."""
+    for seed in range(10):
+        emulated().reseed(seed)
+        with build_stack(
+            TWO_OWNERS, "page_first", "kernel", device_pages=9, host_ratio=2, platform="emulated"
+        ) as stack:
+            controller = Controller(stack)
+            device, host = stack.device_slots["kv"].alloc(2 * PAGE), stack.host.pools["kv"].alloc(2 * PAGE)
+            assert device is not None
+            assert host is not None
+            same = stack.device_slots["draft"].alloc(2 * PAGE), stack.host.pools["draft"].alloc(2 * PAGE)
+            assert all(
+                other is not None and torch.equal(a, other) for a, other in zip((device, host), same, strict=True)
+            )
+            fill.fill_device(stack.device["draft"], 1)
+            there = stack.device_slots["draft"].alloc(2 * PAGE)
+            written = controller.write("both", [PoolTransfer(name, host, device) for name in TWO_OWNERS])
+            assert written
+            assert written.touched["device", "draft"] == written.touched["device", "kv"]
+            controller.start_writing()
+            controller.load("one", [PoolTransfer("draft", host, there)])
+            controller.start_loading()
+            assert [ack.error for ack in controller.acknowledge(wait=True)] == [None, None]
+            buffer = stack.device["draft"].buffer("k", 0)
+            assert torch.equal(buffer[there], buffer[device])
+
+
+@pytest.mark.emulated
+def test_a_list_of_two_pools_is_held_against_the_smaller_one_too() -> None:
+    pages = {"kv": 9, "draft": 4}
+    with build_stack(
+        TWO_OWNERS, "page_first", "kernel", device_pages=pages, host_ratio=1, platform="emulated"
+    ) as stack:
+        device, host = stack.device_slots["kv"].alloc(8 * PAGE), stack.host.pools["kv"].alloc(8 * PAGE)
+        with pytest.raises(ValueError, match=r"pool .draft.: .* is outside the pool.s"):
+            Controller(stack).write("both", [PoolTransfer(name, host, device) for name in TWO_OWNERS])
 
 
 @pytest.mark.emulated

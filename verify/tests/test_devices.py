@@ -532,7 +532,7 @@ def test_a_name_without_a_number_is_settled_when_a_pool_is_made() -> None:
     require_saved(host, device, HOST, DEVICE)
 
 
-@pytest.mark.parametrize("name", ["cuda:x", "cuda1", "emulated:", "emulated:01", "cpu:x", ""])
+@pytest.mark.parametrize("name", ["cuda:x", "cuda1", "emulated:", "emulated:01", f"emulated:{10**20}", "cpu:x", ""])
 def test_a_name_that_names_no_device_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match="names no device: write 'cuda:1' for the second GPU"):
         devices.settled(name)

@@ -8,7 +8,7 @@ import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 import kernels_cupy
 from kernels_cupy import emu
 from kernels_cupy.copy_engine import merged
-from kernels_cupy.jobs import End, device_addresses, registration_of
+from kernels_cupy.jobs import End, begins_and_offsets, device_addresses, registration_of
 from kernels_cupy.launches import Shape, launches, widest_word
 from kernels_cupy.lists import completion, place
 from kernels_cupy.pieces import Piece
@@ -30,7 +30,7 @@ from kernels_cupy.specs import CHECK_INDICES, KERNELS, MAX_STARTS, SIDE, SOURCES
 from refimpl import DevicePool, HostPool, oracle, presets, slots_of
 from refimpl.emulated import POISON, QueuedEvent, QueueRuntime
 from refimpl.indices import Items, Unchecked, check, check_pair
-from refimpl.plan import Loop, Registration
+from refimpl.plan import Loop, Plan, Registration
 from verify import fill, sparse
 from verify.guarded import GuardedDevice, GuardedMemory, on_the_device
 from verify.sparse import GIB, PAGES, SPEC, Sparse, SparseMemory, device_pieces, far_pages, host_pieces, require_exactly
@@ -234,25 +234,29 @@ __global__ void test_kernel(const Echo a) {{ *a.to = {{a.wide, a.narrow, a.real}
 HIGH = 0x7F1234567001
 
 
+def begins(registrations: Sequence[Registration]) -> np.ndarray:
+    return begins_and_offsets(Plan((), tuple(registrations)))[0]
+
+
 def test_addresses_of_registered_memory_stay_whole_numbers() -> None:
     registrations = (
         Registration(HIGH, HIGH + 4096, HIGH + 4096),
         Registration(HIGH + 4096, HIGH + 8192, 0x10000),  # below: the way there is a negative number
     )
     addresses = np.array([HIGH, HIGH + 4095, HIGH + 4096, HIGH + 8191], np.uint64)
-    assert registration_of(registrations, addresses).tolist() == [0, 0, 1, 1]
-    mapped = device_addresses(registrations, addresses)
+    assert registration_of(begins(registrations), addresses).tolist() == [0, 0, 1, 1]
+    mapped = device_addresses(Plan((), registrations), addresses)
     assert mapped.dtype == np.uint64
     assert mapped.tolist() == [HIGH + 4096, HIGH + 8191, 0x10000, 0x10000 + 4095]
-    assert device_addresses((), addresses).tolist() == addresses.tolist()
+    assert device_addresses(Plan(()), addresses).tolist() == addresses.tolist()
 
 
 def test_addresses_past_the_precision_of_a_double_stay_exact() -> None:
     top = 2**63 + 2**40 + 1
     registrations = (Registration(top, top + 4096, top + 8192),)
-    assert device_addresses(registrations, np.array([top + 1], np.uint64)).tolist() == [top + 8193]
+    assert device_addresses(Plan((), registrations), np.array([top + 1], np.uint64)).tolist() == [top + 8193]
     runs = np.array([top, top + 7, top + 15], np.uint64)
-    host, device, nbytes, _ = merged(runs, runs, 7, registrations)
+    host, device, nbytes, _ = merged(runs, runs, 7, begins(registrations))
     assert (host.tolist(), device.tolist(), nbytes.tolist()) == ([top, top + 15],) * 2 + ([14, 7],)
     assert Piece(HIGH, 8, 4096, 1, 0).addresses(np.array([0, 2**31])).tolist() == [HIGH, HIGH + 2**43]
     end = End(np.array([top], np.uint64), 1)
@@ -266,7 +270,7 @@ def test_runs_are_joined_where_both_sides_go_on_and_nowhere_else() -> None:
     one, two = Registration(0, 208, 0), Registration(208, 1000, 208)
 
     def joined(*registrations: Registration, group: list[int] | None = None) -> list[tuple[int, int, int, int]]:
-        found = merged(host, device, 8, registrations, None if group is None else np.array(group))
+        found = merged(host, device, 8, begins(registrations), None if group is None else np.array(group))
         return list(zip(*(a.tolist() for a in found), strict=True))
 
     assert joined() == [(100, 500, 16, 0), (116, 600, 8, 2), (200, 700, 16, 3), (300, 716, 8, 5)]
@@ -388,8 +392,9 @@ def test_a_launch_has_arguments_of_its_own() -> None:
 
 def by_the_device(items: Items) -> tuple[str, dict[str, list[int]]]:
     """What the device says of lists: what is wrong, or the pages that they name."""
-    placed = place(emulated(), emulated().current(), items, ("host", "device"))
-    done = completion(emulated(), emulated().current(), placed)
+    stream = emulated().current()
+    placed = place(emulated(), stream, items, ("host", "device"))
+    done = completion(emulated(), stream, placed, emulated().record(stream))
     try:
         done.synchronize()
     except ValueError as wrong:

@@ -41,11 +41,13 @@ from refimpl.backends.protocol import Backend, OnTheHost
 from refimpl.device_pool import Rows
 from refimpl.indices import Items
 from refimpl.plan import Plan
+from refimpl.sizing import common_pages, pages_for_bytes, pages_for_ratio, slots_for_bytes
 from verify.reported import POISON, fill, poison, raw, slots
 
 BYTE, BF16 = torch.uint8, torch.bfloat16
 SPEC = presets.mha(3, 2, 4, BF16, 4)
 STATES = presets.mamba((0, 2), [(3, 2)], BF16, (2, 2), torch.float32, [((5,), BYTE)])
+ANY: Any = "fitt"
 KINDS = {"k": 0, "v": 1, "temporal": 2, "conv_0": 3, "side_0": 4, "latent": 5, "c4": 6}
 
 on_every_backend = pytest.mark.parametrize("backend", ["torch", "numba"])
@@ -154,6 +156,20 @@ def test_slots_are_of_pages_by_number(pages: Any) -> None:
     with pytest.raises(ValueError, match="pages must be a 1-D list of numbers, got torch"):
         slots_of(pages, 4)
     assert slots_of([], 4).dtype == torch.int64
+
+
+@pytest.mark.parametrize("page_size", [0, -2, 4.0, True, "4"])
+def test_slots_are_of_pages_of_some_size(page_size: Any) -> None:
+    with pytest.raises(ValueError, match=rf"page_size must be a whole number \(int\) from 1 on, got {page_size!r}"):
+        slots_of([1], page_size)
+
+
+@pytest.mark.parametrize("page", [2**62, 2**61, -(2**61), -(2**63)])
+def test_slots_of_pages_too_far_are_not_those_of_others(page: int) -> None:
+    """Not of page 0, where the product begins anew."""
+    with pytest.raises(ValueError, match=rf"pages of 4 slots have numbers up to 1,152,.*, got \[1, {page}\]"):
+        slots_of([1, page], 4)
+    assert slots_of([2**60, -(2**60)], 4)[[0, 4]].tolist() == [2**62, -(2**62)]
 
 
 def test_an_empty_list_costs_nothing_however_large_a_page_is() -> None:
@@ -323,6 +339,11 @@ BAD_BUFFERS: dict[str, tuple[Callable[[], dict[str, list[torch.Tensor]]], str]] 
         lambda: {"k": [*wide()[:2], *rows(1)], "v": rows()},
         r"k: all layers must share one row stride, got \[8, 12\]",
     ),
+    "sparse": (lambda: {"k": rows(), "v": [t.to_sparse() for t in rows()]}, "v of layer 0: a buffer must be dense"),
+    "no memory": (
+        lambda: {c: [t.to("meta") for t in rows()] for c in ("k", "v")},
+        "pool 'kv': buffers on the meta device have no bytes",
+    ),
     "several devices": (
         lambda: {"k": rows(), "v": [*rows(2), rows()[0].to("meta")]},
         r"buffers lie on several devices: \['cpu', 'meta'\]",
@@ -334,6 +355,21 @@ BAD_BUFFERS: dict[str, tuple[Callable[[], dict[str, list[torch.Tensor]]], str]] 
 def test_a_device_buffer_is_a_tensor(buffer: Any) -> None:
     with pytest.raises(TypeError, match=r"k of layer 1: a buffer must be a tensor \(torch.as_tensor makes one\)"):
         DevicePool.wrap(SPEC, {"k": [*rows(1), buffer, *rows(1)], "v": rows()})
+
+
+def test_a_device_pool_lies_on_a_device_that_is_here() -> None:
+    missing = r"there is no cuda:99: the last GPU here is cuda:|a CUDA device is needed, and there is none"
+    with pytest.raises(ValueError, match=f"pool 'kv': ({missing}).*; device='cpu' is always here"):
+        DevicePool(SPEC, 1, "cuda:99")
+
+
+@pytest.mark.parametrize("device", [None, GOOD, DevicePool, "device", HostPool(SPEC, "page_first", 5)], ids=type)
+@both_ways
+def test_a_transfer_is_with_a_device_pool(direction: str, device: Any) -> None:
+    host, _ = pair()
+    with pytest.raises(TypeError, match=r"pool 'kv': a device pool must be a DevicePool \(DevicePool.wrap makes one\)"):
+        host.prepare(device, GOOD, GOOD, direction)
+    assert all(only_poison(tensor) for _, held in host.storage for tensor in held)
 
 
 @pytest.mark.parametrize("num_pages", [-1, 2.0, True, np.int32(6)])
@@ -359,15 +395,90 @@ def test_device_buffers_that_do_not_fit_are_refused(mistake: str) -> None:
 # ---- Pools that cannot be built
 
 
+@pytest.mark.parametrize("spec", [presets.model("deepseek-v3"), "mha", None, SPEC.components], ids=type)
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda spec: HostPool(spec, "page_first", 1, memory=Untouched()),
+        lambda spec: DevicePool(spec, 1),
+        lambda spec: DevicePool.wrap(spec, {}),
+        lambda spec: support(spec, "page_first", "torch", "backup"),
+    ],
+    ids=["host", "device", "wrap", "support"],
+)
+def test_a_pool_is_made_of_one_spec(use: Callable[[Any], object], spec: Any) -> None:
+    with pytest.raises(TypeError, match="a pool is made of one PoolSpec .*, got " + re.escape(f"{spec!r:.80}")):
+        use(spec)
+
+
+class Careless(HostMemory):
+    """Memory of somebody who has not read what it is to be."""
+
+    def __init__(self, take: Callable[[int], torch.Tensor]) -> None:
+        super().__init__()
+        self.take = take
+
+    def map(self, nbytes: int) -> torch.Tensor:
+        return self.take(nbytes)
+
+
+@pytest.mark.parametrize(
+    ("take", "told"),
+    [
+        (lambda n: torch.zeros(n - 1, dtype=BYTE), "torch.uint8 of shape (959,) and strides (1,)"),
+        (lambda n: torch.zeros(n + 1, dtype=BYTE), "torch.uint8 of shape (961,) and strides (1,)"),
+        (lambda n: torch.zeros(2, n // 2, dtype=BYTE), "torch.uint8 of shape (2, 480) and strides (480, 1)"),
+        (lambda n: torch.zeros(n), "torch.float32 of shape (960,) and strides (1,)"),
+        (lambda n: torch.zeros(2 * n, dtype=BYTE)[::2], "torch.uint8 of shape (960,) and strides (2,)"),
+    ],
+)
+def test_memory_is_as_many_bytes_as_were_asked_for(take: Callable[[int], torch.Tensor], told: str) -> None:
+    """Bytes with gaps between them would be accepted by torch, and copied as if there were none."""
+    budget, spec = Budget(10**6), PoolSpec("kv", 3, 4, (Component("k", BYTE, dim=16),))
+    with pytest.raises(
+        ValueError,
+        match=re.escape(f"`HostMemory.map(960)` must return as many bytes in a row (torch.uint8), got {told}"),
+    ):
+        HostPool(spec, "page_first", 5, memory=Careless(take), budget=budget)
+    assert budget.available == budget.total
+
+
+BAD_SIZES: dict[str, tuple[Callable[[], int], str]] = {
+    "a rule for bytes": (
+        lambda: pages_for_bytes(SPEC, 10**6, ANY),
+        "rule must be one of ('fit', 'sglang'), got 'fitt'",
+    ),
+    "a rule for a ratio": (lambda: pages_for_ratio(SPEC, 1000, 2, ANY), "rule must be one of ('fit', 'sglang')"),
+    "a rule for stages": (lambda: common_pages([SPEC], 10**6, ANY), "rule must be one of ('fit', 'sglang')"),
+    "less than no bytes": (lambda: pages_for_bytes(SPEC, -1), "nbytes must be a whole number (int) from 0 on, got -1"),
+    "less for stages": (lambda: common_pages([SPEC], -1, "sglang"), "nbytes must be a whole number (int) from 0 on"),
+    "bytes in words": (lambda: slots_for_bytes(SPEC, ANY), "nbytes must be a whole number (int) from 0 on, got 'fitt'"),
+    "slots": (lambda: pages_for_ratio(SPEC, -4, 2), "device_slots must be a whole number (int) from 0 on, got -4"),
+    "a ratio": (lambda: pages_for_ratio(SPEC, 1000, -2), "ratio must be a number of host pages for each device page"),
+    "no number": (lambda: pages_for_ratio(SPEC, 1000, float("nan")), "page from 0 to 1,000,000, got nan"),
+    "a ratio in words": (lambda: pages_for_ratio(SPEC, 1000, ANY, "sglang"), "from 0 to 1,000,000, got 'fitt'"),
+}
+
+
+@pytest.mark.parametrize("mistake", BAD_SIZES)
+def test_a_pool_is_sized_by_numbers_and_a_rule_that_there_is(mistake: str) -> None:
+    ask, told = BAD_SIZES[mistake]
+    with pytest.raises(ValueError, match=re.escape(told)):
+        ask()
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "told"),
     [
         ({"layout": "page_fist"}, UnsupportedPairing, "there is no layout 'page_fist', only layer_first, page_first"),
         ({"backend": "tourch"}, UnsupportedPairing, "there is no backend 'tourch', only torch, numba"),
         ({"backend": "kernel"}, UnsupportedPairing, "kernel moves bytes to and from cuda or emulated memory, not cpu"),
-        ({"layout": "page_first_kv_split"}, UnsupportedPairing, "k, v names no split"),
+        ({"layout": "page_first_kv_split"}, UnsupportedPairing, "no split is named for k, v"),
         ({"platform": "tpu"}, ValueError, "platform must be one of ('cpu', 'cuda', 'emulated'), got 'tpu'"),
         ({"profile": "vllm"}, ValueError, "profile must be one of ('reference', 'sglang'"),
+        ({"memory": 42}, TypeError, "pool 'kv': memory must be a HostMemory, or None; got 42"),
+        ({"memory": GOOD}, TypeError, "pool 'kv': memory must be a HostMemory, or None; got tensor([ 8,"),
+        ({"backend": "kernel", "platform": f"emulated:{10**20}"}, ValueError, f"'emulated:{10**20}' names no device"),
         ({"num_pages": -1}, ValueError, "num_pages must be a whole number (int) from 0 on, got -1"),
         ({"num_pages": 2.0}, ValueError, "num_pages must be a whole number (int) from 0 on, got 2.0"),
         ({"num_pages": True}, ValueError, "num_pages must be a whole number (int) from 0 on, got True"),
@@ -568,6 +679,15 @@ def test_a_flat_page_that_does_not_fit_is_refused_and_nothing_written(
     before = image(host, device)
     with pytest.raises(ValueError, match=reason):
         host.set_from_flat_data_page(index, torch.zeros(nbytes, dtype=BYTE))
+    assert image(host, device) == before
+
+
+@pytest.mark.parametrize("page", [bytes(SPEC.page_bytes), np.zeros(SPEC.page_bytes, np.uint8), None], ids=type)
+def test_a_flat_page_is_a_tensor(page: Any) -> None:
+    host, device = pair()
+    before = image(host, device)
+    with pytest.raises(TypeError, match=r"a flat page is a tensor \(torch.frombuffer makes one of bytes\), got"):
+        host.set_from_flat_data_page(4, page)
     assert image(host, device) == before
 
 
@@ -965,3 +1085,26 @@ def test_interleaved_buffers_are_welcome_and_shifted_ones_are_not() -> None:
 def test_types_whose_bits_a_copy_would_change_are_refused(dtype: Any, rule: str) -> None:
     with pytest.raises(ValueError, match=rule):
         Component("row", dtype, dim=4)
+
+
+def kept(dtype: torch.dtype) -> bool:
+    """Whether torch copies rows of this type bit for bit, and can pick some of them."""
+    bits = torch.arange(64, dtype=BYTE).view(2, -1) * 37 + 200
+    try:
+        rows = bits.view(dtype)
+        return torch.equal(torch.zeros_like(rows).copy_(rows)[torch.tensor([0, 1])].view(BYTE), bits)
+    except (NotImplementedError, RuntimeError):
+        return False
+
+
+@pytest.mark.filterwarnings("ignore:.*(ComplexHalf|quantize)")
+@pytest.mark.parametrize(
+    "dtype", sorted({t for t in vars(torch).values() if isinstance(t, torch.dtype)}, key=str), ids=str
+)
+def test_a_type_is_refused_where_torch_does_not_keep_its_bits(dtype: torch.dtype) -> None:
+    if kept(dtype):
+        spec = PoolSpec("kv", 1, 1, (Component("k", dtype, dim=2),))
+        assert HostPool(spec, "page_first", 1).backup(DevicePool(spec, 1), torch.arange(1), torch.arange(1)).bytes
+        return
+    with pytest.raises(ValueError, match=f"torch does not keep every bit of {dtype} in a copy; store the bytes as"):
+        Component("k", dtype, dim=2)

@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import time
 import xml.etree.ElementTree as ET
 import zlib
@@ -258,6 +259,25 @@ def test_parameters_of_the_shell_do_not_reach_what_is_committed(
     notebooks.refresh([tmp_path / "notebooks" / "tiny.ipynb"])
     (cell,) = notebooks.code_cells(nbformat.read(tmp_path / "notebooks" / "tiny.ipynb", as_version=4))
     assert cell.outputs[0].text == "none committed\n"
+
+
+@pytest.mark.parametrize("action", ["check", "refresh", "nbval"])
+@pytest.mark.parametrize(
+    ("path", "error"), [("nope.ipynb", "there is no file 'nope.ipynb'"), (__file__, f"'{__file__}' is no notebook")]
+)
+def test_what_is_no_notebook_is_told_in_a_line(action: str, path: str, error: str):
+    program = [sys.executable, "-m", "verify.notebooks", action, path]
+    done = subprocess.run(program, cwd=notebooks.ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    (line,) = done.stderr.splitlines()
+    assert line.endswith(error)
+
+
+def test_a_notebook_may_be_made_of_its_text_pair(house: Path, tmp_path: Path):
+    shutil.copytree(house.parent, tmp_path, dirs_exist_ok=True)
+    tiny = tmp_path / "notebooks" / "tiny.ipynb"
+    tiny.unlink()
+    assert notebooks.notebook_or_pair(str(tiny)) == tiny
 
 
 def said(nb: NotebookNode) -> str:

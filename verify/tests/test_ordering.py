@@ -470,6 +470,23 @@ def test_a_kernel_refuses_memory_without_an_address_on_the_device() -> None:
         host.backup(DevicePool(SPEC, 6), slots_of([1], 4), slots_of([2], 4))
 
 
+@pytest.mark.parametrize(
+    ("backend", "told"),
+    [("staged", "has no address on the device: use backend 'direct'"), ("auto", "no backend can take this transfer")],
+)
+def test_a_list_on_the_device_is_refused_where_no_kernel_could_undo_a_wrong_one(
+    backend: str, told: str, queue: QueueRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before anything is submitted."""
+    host = HostPool(SPEC, "page_first", 6, backend, memory=HostMemory(Unreachable()), platform="emulated")
+    transfer = host.prepare(DevicePool(SPEC, 6), slots_of([1], 4), on_the_device(queue, slots_of([2], 4)), "backup")
+    launched: list[object] = []
+    monkeypatch.setattr(queue, "launch", lambda *what: launched.append(what))
+    with pytest.raises(ValueError, match=told):
+        transfer.run()
+    assert not launched
+
+
 one_or_many = pytest.mark.parametrize("one_distance", [True, False], ids=["one distance", "many distances"])
 
 

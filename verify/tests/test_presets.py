@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 
 from refimpl import Component, PoolSpec, presets
@@ -116,13 +120,33 @@ def test_states_of_a_slot(model: str, tp: int, channels: int, conv: int, tempora
         ("mimo-like", 6, "4 KV heads cannot be shared by 6 ranks"),
         ("qwen3-next", 64, "32 state heads cannot be shared by 64 ranks"),
         ("nemotron-h", 256, "128 state heads cannot be shared by 256 ranks"),
-        ("nemotron-h", 0, "tp must be at least 1, got 0"),
+        ("nemotron-h", 0, r"tp must be a whole number \(int\) from 1 on, got 0"),
+        ("nemotron-h", "2", r"tp must be a whole number \(int\) from 1 on, got '2'"),
         ("gpt-2", 1, "no model 'gpt-2'; there are llama-3.1-8b, "),
     ],
 )
-def test_what_cannot_be_shared_is_refused(model: str, tp: int, told: str) -> None:
+def test_what_cannot_be_shared_is_refused(model: str, tp: Any, told: str) -> None:
     with pytest.raises(ValueError, match=told):
         presets.model(model, tp)
+
+
+ANY: Any = "2"
+
+
+@pytest.mark.parametrize(
+    ("build", "told"),
+    [
+        (lambda: presets.mha(ANY, 2, 4), "layers are a number (int) or ids, drafts a number; got '2' and 0"),
+        (lambda: presets.mla(1, drafts=ANY), "got 1 and '2'"),
+        (lambda: presets.mla(float(2)), "got 2.0 and 0"),  # pyright: ignore[reportArgumentType]
+        (lambda: presets.mamba((0, ANY), [(3, 2)]), "got (0, '2') and 0"),
+        (lambda: presets.dsa_indexer(1, quant_block=0), "quant_block must be a whole number (int) from 1 on, got 0"),
+        (lambda: presets.dsa_indexer(1, quant_block=ANY), "a whole number (int) from 1 on, got '2'"),
+    ],
+)
+def test_a_preset_is_made_of_numbers(build: Callable[[], PoolSpec], told: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(told)):
+        build()
 
 
 def test_state_groups_that_cannot_be_shared_are_refused() -> None:

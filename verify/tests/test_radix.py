@@ -168,8 +168,8 @@ SPOILT: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], str]] = {
     "in two dimensions": (lambda slots: slots[:, None], r"a 1-D int64 or int32 tensor, got .* of shape \(1[02], 1\)"),
     "too narrow": (lambda slots: slots.to(torch.int16), "a 1-D int64 or int32 tensor, got torch.int16"),
     "fractions": (lambda slots: slots.double(), "a 1-D int64 or int32 tensor, got torch.float64"),
-    "repeated": (lambda slots: torch.cat([slots[:4], slots[:8]]), "is written twice"),
-    "repeated at the end": (lambda slots: torch.cat([slots[:8], slots[:4]]), "is written twice"),
+    "repeated": (lambda slots: torch.cat([slots[:4], slots[:8]]), "is named twice"),
+    "repeated at the end": (lambda slots: torch.cat([slots[:8], slots[:4]]), "is named twice"),
 }
 
 

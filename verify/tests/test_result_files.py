@@ -81,6 +81,11 @@ def of_loads_while_computing() -> Content:
     return found
 
 
+def of_the_same_row_twice(content: Content) -> Content:
+    content["rows"].append(content["rows"][0])
+    return content
+
+
 def as_bytes(change: Callable[[Content], Any]) -> Callable[[Content], bytes]:
     return lambda content: json.dumps(change(content)).encode()
 
@@ -102,6 +107,7 @@ UNFIT: dict[str, tuple[Callable[[Content], bytes], str]] = {
         "1e999",
     ),
     "no plain load": (as_bytes(without_a_plain_load), "$.sessions[0].ceilings: no load"),
+    "a row twice": (as_bytes(of_the_same_row_twice), "$.rows[2]: the same as $.rows[0], core, toy, kv, page_first, "),
     "no session": (as_bytes(lambda content: {"sessions": [], "rows": []}), "$.sessions: there is none"),
 }
 READERS: dict[str, Callable[[list[str]], Any]] = {
@@ -342,7 +348,12 @@ def test_times_and_seeds_that_there_are_not(name: str, given: list[str], error: 
 def test_more_than_there_is_memory_for_is_refused(name: str, capsys: Captured) -> None:
     program, options = PROGRAMS[name]
     line = told(program, [*options, "--payload", "99999GiB"], capsys)
-    assert re.search(r"this needs [\d,.]+ GB of memory, [\d,.]+ GB are free: ask for ", line)
+    assert re.search(r"this needs [\d,.]+ GB of memory, [\d,.]+ GB are free: ask for a smaller --payload", line)
+
+
+def test_pages_that_are_too_large_are_told_as_such(capsys: Captured) -> None:
+    options = ["--platform", "emulated", "--portion", "pages", "--page-sizes", "99999999999"]
+    assert told(gpu_program.main, options, capsys).endswith("ask for a smaller page in --page-sizes")
 
 
 def test_loads_while_computing_need_memory_too(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:

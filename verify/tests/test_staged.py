@@ -6,18 +6,36 @@ destinations are looked at no later, in several orders of whatever is free to ru
 
 from __future__ import annotations
 
+import gc
 import itertools
+import weakref
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from kernels_cupy import copy_engine
+from kernels_cupy import staged as staging
+from kernels_cupy.jobs import table_of
 from kernels_cupy.pieces import joined, pieces
 from kernels_cupy.runtimes import emulated
 from kernels_cupy.staged import Staged
-from refimpl import LAYOUTS, Component, DevicePool, HostMemory, HostPool, PoolSpec, oracle, presets, slots_of, support
+from refimpl import (
+    LAYOUTS,
+    Component,
+    DevicePool,
+    HostMemory,
+    HostPool,
+    PoolSpec,
+    Refusal,
+    oracle,
+    presets,
+    slots_of,
+    support,
+)
+from refimpl.controller import loads_by_layer
 from refimpl.geometry import Segment
 from refimpl.receipt import Receipt
 from refimpl.runtime import Stream
@@ -218,6 +236,41 @@ def test_a_closed_pool_has_nothing_under_way(backend: str, direction: str) -> No
         assert same(destination, pools.expected(direction))
 
 
+@both_ways
+@on_every_backend
+def test_a_prepared_transfer_follows_buffers_that_were_moved(backend: str, direction: str) -> None:
+    """What was worked out for the old place must not be submitted: somebody else may have that memory."""
+    pools = Pools(backend)
+    pools.fill(direction)
+    at = slots_of([4, 2, 7, 0, 5], 8), slots_of([1, 3, 8, 6, 2], 8)
+    transfer = pools.host.prepare(pools.device, *at, direction)
+    transfer.run().wait()
+    before = []
+    for c, layer in itertools.product(SPEC.components, range(2)):
+        buffer = pools.device.buffer(c.name, layer)
+        before.append(buffer.detach().view(torch.uint8))
+        buffer.data = torch.empty_like(buffer)
+    overwrite(before)()
+    pools.fill(direction)
+    (oracle.backup if direction == "backup" else oracle.load)(pools.expected_host, pools.expected_device, *at)
+    transfer.run().wait()
+    assert same(pools.destination(direction), pools.expected(direction))
+    assert all((tensor == fill.POISON).all() for tensor in before)
+
+
+@on_every_backend
+def test_a_prepared_transfer_keeps_no_memory_of_a_closed_pool(backend: str) -> None:
+    pools = Pools(backend)
+    transfer = pools.host.prepare(pools.device, slots_of([4, 2], 8), slots_of([1, 3], 8), "load")
+    transfer.run().wait()
+    memory = weakref.ref(pools.host.storage[0][1][0])
+    pools.host.close()
+    gc.collect()
+    assert memory() is None
+    with pytest.raises(ValueError, match="is closed"):
+        transfer.run()
+
+
 def test_a_buffer_is_not_used_before_those_are_done_who_had_its_memory() -> None:
     """An allocator hands memory on in order of the stream that it was taken on, here the one the pool was made on."""
     queue, done = emulated(), []
@@ -279,6 +332,26 @@ def test_a_layer_is_loaded_in_whole_pieces() -> None:
     receipt = pools.host.load(pools.device, slots_of([4, 2], 8), slots_of([1, 3], 8), layer=1)
     receipt.wait()
     assert receipt.descriptors == 2 * len(SPEC.components)
+
+
+@pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout != "layer_first"])
+@pytest.mark.parametrize("name", ["mha", "mha of one token", "mha in groups", "mla", "mamba"])
+def test_loads_come_by_layer_where_a_layer_takes_the_bus_for_itself_alone(name: str, layout: str) -> None:
+    """What the controller asks of a layout is what the pieces of the backend say."""
+    spec = {
+        "mha": SPEC,
+        "mha of one token": presets.mha(3, 2, 64, torch.bfloat16, page_size=1),
+        "mha in groups": presets.mha(3, 4, 64, torch.bfloat16, page_size=8, head_groups=2),
+        "mla": presets.mla(3, 64, torch.bfloat16, page_size=8),
+        "mamba": presets.mamba((0, 2), [(6, 3)], torch.bfloat16, (2, 4, 4), torch.float32),
+    }[name]
+    if isinstance(support(spec, layout, "staged", "load", "emulated"), Refusal):
+        pytest.skip("there is no such pair")
+    host, device = HostPool(spec, layout, 3, "staged", platform="emulated"), DevicePool(spec, 3, "emulated")
+    plan = host.prepare(device, slots_of([0], spec.page_size), slots_of([1], spec.page_size), "load").plan()
+    layers = [(layer,) for layer in spec.owned_layers]
+    across = sum(piece.nbytes for layer in layers for piece in pieces(plan, layer, exact=False))
+    assert loads_by_layer(host) == (across == spec.page_bytes)
 
 
 @pytest.mark.parametrize(
@@ -451,6 +524,38 @@ def test_batches_are_short_and_never_on_the_legacy_default_stream(
     assert sum(size for _, size in calls) == receipt.descriptors
     assert max(size for _, size in calls) == 3
     assert all(emulated().batchable(stream) for stream, _ in calls)
+
+
+@pytest.mark.parametrize(("limit", "tables"), [(None, 2), (32 << 10, 4)], ids=["one registration", "several"])
+def test_what_undoes_a_refused_backup_is_made_once_for_a_half(
+    limit: int | None, tables: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And once more for another stream, to which the table of several registrations may not have come."""
+    asked: list[object] = []
+
+    def told(*arguments: Any) -> torch.Tensor | None:
+        asked.append(arguments)
+        return table_of(*arguments)
+
+    monkeypatch.setattr(staging, "table_of", told)
+    for seed in SEEDS:
+        emulated().reseed(seed)
+        asked.clear()
+        memory = MemoryElsewhere()
+        pools = Pools("staged", memory=memory, limit=limit)
+        pools.fill("backup")
+        memory.give()
+        wrong = on_the_device(slots_of([1, 3, 8, 6, 9], 8), complete=True)  # there is no page 9
+        receipts = []
+        for stream in ("mine", "yours", "mine"):
+            with emulated().on(stream):
+                receipts.append(pools.host.backup(pools.device, slots_of([4, 2, 7, 0, 5], 8), wrong))
+        for receipt in reversed(receipts):
+            with pytest.raises(ValueError, match="outside"):
+                receipt.wait()
+        memory.take()
+        assert same(pools.destination("backup"), pools.expected("backup"))
+        assert len(asked) == tables
 
 
 def test_a_stream_that_takes_batches_gets_them(calls: list[tuple[Stream, int]]) -> None:

@@ -69,6 +69,16 @@ def test_unknown_questions_are_errors(option: str, value: str) -> None:
         support(SPECS["mha"], "page_first", "torch", **question)
 
 
+@pytest.mark.parametrize(
+    ("pool", "reason"),
+    [("mla", "no head axis in latent"), ("mamba", "no head axis in temporal, conv_0, conv_1, side_0, side_1")],
+)
+def test_one_component_and_several_are_refused_in_the_same_words(pool: str, reason: str) -> None:
+    answer = support(SPECS[pool], "page_head", "torch", "backup")
+    assert isinstance(answer, Refusal)
+    assert answer.reason.endswith(reason)
+
+
 def test_the_message_names_everything_needed_to_choose_again() -> None:
     with pytest.raises(UnsupportedPairing) as refused:
         require(SPECS["mla"], "page_head", "numba", "cpu", "reference")
@@ -78,7 +88,7 @@ def test_the_message_names_everything_needed_to_choose_again() -> None:
         "'numba'",
         "backup",
         "cpu",
-        "latent has no head axis",
+        "no head axis in latent",
         "layout page_first",
     ):
         assert told in str(refused.value)

@@ -48,7 +48,9 @@ def _measured(args: argparse.Namespace, parser: arguments.Parser) -> Content:
     if args.out and (why := arguments.why_not_written(args.out)):
         parser.error(f"argument --out: nothing can be written to '{args.out}': {why}")
     options.require_platform(parser, args.platform)
-    options.require_memory(parser, memory_needed(portions), "ask for a smaller --payload")
+    of_a_page = max(case.spec.page_bytes for portion in portions.values() for case in portion.cases)
+    way_out = "ask for a smaller --payload"
+    options.require_memory(parser, memory_needed(portions), way_out, of_a_page, "page in --page-sizes")
     results, effort = Results(args.out, args.resume), Effort(seconds=args.seconds)
     run(results, portions, args.platform, args.seed, effort, commit=args.commit, budget_s=args.budget)
     return results.content

@@ -25,6 +25,7 @@ from verify.bench.measure import SPARE_PAGES, Indices, runs
 from verify.bench.record import Timing
 
 Key = tuple[Any, ...]
+NAMES = ("portion", "case", "pool", "layout", "direction", "scattered", "pages")  # of a row
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,7 @@ def memory_needed(portions: Sequence[Portion]) -> int:
 
 def key(row: dict[str, Any]) -> Key:
     """What makes a row the same as one of an earlier session."""
-    return tuple(row[name] for name in ("portion", "case", "pool", "layout", "direction", "scattered", "pages"))
+    return tuple(row[name] for name in NAMES)
 
 
 def rows(bench: Bench, name: str, portion: Portion, done: set[Key]) -> Iterator[Row]:

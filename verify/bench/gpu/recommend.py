@@ -239,7 +239,7 @@ def advice(content: Content, rows: Sequence[Content]) -> list[str]:
     for pool in pools:
         said.append(_one_pair(f"{pool} both ways", [way for way in found if way.pool == pool]))
     if absent := lacking(found, presets.model(rows[0]["case"].partition(", page ")[0]).values()):
-        said.append(f"{', '.join(absent)}: not measured with such pages, so nothing here holds for that")
+        said.append(f"{', '.join(absent)}: not measured with such pages and layouts, so nothing here holds for that")
     elif len(pools) > 1:
         said.append(_one_pair(f"all {len(pools)} pools both ways", found))
     return said + _auto(ways(content, rows, ("auto",)), groups) + _beside_a_matmul(content)

@@ -16,7 +16,7 @@ import torch
 from refimpl.support import DIRECTIONS
 from verify.bench import files
 from verify.bench.files import Form, NoResults
-from verify.bench.gpu.measure import Key, key
+from verify.bench.gpu.measure import NAMES, Key, key
 from verify.bench.gpu.record import Call, Ceiling, Row
 from verify.bench.provenance import ROOT, provenance
 
@@ -28,7 +28,7 @@ Content = dict[str, Any]
 
 
 def _fault(content: Content) -> str:
-    """Rows refer to sessions, and are held against plain copies in their own direction."""
+    """Rows refer to sessions, are held against plain copies in their own direction, and are there once."""
     sessions = content["sessions"]
     for number, session in enumerate(sessions):
         lacking = set(DIRECTIONS) - {ceiling["direction"] for ceiling in session["ceilings"]}
@@ -37,7 +37,7 @@ def _fault(content: Content) -> str:
     wrong = next((n for n, row in enumerate(content["rows"]) if row["session"] >= len(sessions)), None)
     if wrong is not None:
         return f"$.rows[{wrong}].session: {content['rows'][wrong]['session']}, there are {len(sessions)}"
-    return "" if sessions else "$.sessions: there is none"
+    return files.repeated(content["rows"], NAMES) if sessions else "$.sessions: there is none"
 
 
 FORM = Form(SCHEMA, _fault)

@@ -42,6 +42,7 @@ class Check:
     bound: float
     at_least: bool = True
     strictly: bool = False
+    unit: str = ""
 
     @property
     def margin(self) -> float:
@@ -54,7 +55,7 @@ class Check:
 
 
 def verdicts(content: Content, sglang: Content) -> list[str]:
-    """One line for each target: how often it is met, and where it is met least."""
+    """One line for each target: how often it is met, and the figure that is farthest on the wrong side of its bound."""
     found: dict[str, list[Check]] = {}
     for check in checks(content, sglang):
         found.setdefault(check.target, []).append(check)
@@ -62,9 +63,10 @@ def verdicts(content: Content, sglang: Content) -> list[str]:
 
 
 def _line(target: str, group: list[Check]) -> str:
-    met, least = sum(check.met for check in group), min(group, key=lambda check: check.margin / (check.bound or 1))
+    met, worst = sum(check.met for check in group), min(group, key=lambda check: check.margin / (check.bound or 1))
     verdict = "met" if met == len(group) else "MISSED"
-    return f"{verdict}: {target}: {met} of {len(group)}; least {least.value:.4g} of {least.bound:.4g} ({least.subject})"
+    figures = f"{worst.value:.4g}{worst.unit} against {worst.bound:.4g}{worst.unit}"
+    return f"{verdict}: {target}: {met} of {len(group)}; worst {figures} ({worst.subject})"
 
 
 def checks(content: Content, sglang: Content) -> Iterator[Check]:
@@ -182,7 +184,7 @@ def _submits(row: Content) -> Iterator[Check]:
         bound = bounds.get(cell["mover"])
         if bound:
             subject = f"{name(row)}, {cell['descriptors']} descriptors"
-            yield Check(f"submit of {cell['mover']}", subject, cell["submit"]["median_s"], bound, at_least=False)
+            yield Check(f"submit of {cell['mover']}", subject, cell["submit"]["median_s"], bound, False, unit=" s")
 
 
 def _submits_beside_calls(row: Content, single: list[Content]) -> Iterator[Check]:
@@ -196,7 +198,7 @@ def _submits_beside_calls(row: Content, single: list[Content]) -> Iterator[Check
         if bound and cell["held"]:
             alone = calls.batch_s(single, cell["descriptors"]) + cell["kernels"] * calls.call_s(single, "launch")
             value = cell["submit"]["median_s"] - alone
-            yield Check(f"submit of {cell['mover']}, the calls taken away", name(row), value, bound, at_least=False)
+            yield Check(f"submit of {cell['mover']}, the calls taken away", name(row), value, bound, False, unit=" s")
 
 
 def _slowdowns(row: Content) -> Iterator[Check]:

@@ -19,13 +19,14 @@ import torch
 from kernels_cupy.copy_engine import merged
 from kernels_cupy.jobs import jobs, runs_and_bytes
 from kernels_cupy.launches import Shape
-from kernels_cupy.lists import completion, place
+from kernels_cupy.lists import place
 from kernels_cupy.runtimes import runtime
 from kernels_cupy.sm_copy import across_the_bus
 from refimpl import DevicePool, Receipt, UnsupportedPairing, plan
 from refimpl.geometry import NO_LAYER
 from refimpl.host_buffers import HostBuffers
 from refimpl.indices import Items
+from refimpl.runtime import Completion
 from verify.bench.gpu.rig import OnDevice
 from verify.bench.measure import Indices
 
@@ -96,7 +97,7 @@ def words_of_eight_bytes(
         for launch in narrow:
             launch.submit(device_runtime, stream, lists.host, lists.device, len(items))
         runs, nbytes = runs_and_bytes(made, layers, len(items))
-        done = completion(device_runtime, stream, lists)
+        done = Completion(device_runtime.record(stream))
         return Receipt("words of 8 bytes", nbytes, runs, len(narrow), event=done)
 
     return run

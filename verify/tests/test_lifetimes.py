@@ -1,0 +1,282 @@
+"""Memory is let go of when nothing is under way in it, whoever closes, fails, forgets or is interrupted."""
+
+from __future__ import annotations
+
+import gc
+import signal
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import count
+from typing import Any
+
+import pytest
+import torch
+
+from kernels_cupy.runtimes import emulated
+from refimpl import DevicePool, HostPool, presets, slots_of
+from refimpl.rank_pool import RankPool, part
+from refimpl.support import DIRECTIONS
+from verify import fill
+from verify.guarded import on_the_device
+
+pytestmark = pytest.mark.emulated
+
+SPEC, PAGES = presets.mha(2, 1, 16, torch.uint8, page_size=2), 16
+HOST, DEVICE = slots_of([9, 3, 4, 1, 12], 2), slots_of([1, 2, 3, 5, 8], 2)  # three chunks of a staging buffer
+CALLS = ("record", "wait", "copy", "launch", "upload", "download", "empty")
+
+every_backend = pytest.mark.parametrize("backend", ["direct", "kernel", "staged", "auto"])
+every_direction = pytest.mark.parametrize("direction", DIRECTIONS)
+either_list = pytest.mark.parametrize("lists", ["on the host", "on the device"])
+
+
+# ---- whichever call of the device's port fails
+
+
+class OutOfOrder(RuntimeError):
+    """What the port is made to raise."""
+
+
+@pytest.fixture
+def moving(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Pieces of work on a pool's memory that were submitted and have not run: how many, as its one element."""
+    port, left, within = emulated(), [0], [False]
+    submit, copy, launch = port.submit, port.copy, port.launch
+
+    def counted(what: Callable[[], object], *rest: Any) -> object:
+        if not within[0]:
+            return submit(what, *rest)
+        left[0] += 1
+
+        def run() -> None:
+            left[0] -= 1
+            what()
+
+        return submit(run, *rest)
+
+    def moves(call: Callable[..., Any], kernel: str = "copy_runs") -> Callable[..., Any]:
+        def noted(*arguments: Any, **more: Any) -> Any:
+            within[0] = call is copy or arguments[1].startswith(kernel)
+            try:
+                return call(*arguments, **more)
+            finally:
+                within[0] = False
+
+        return noted
+
+    monkeypatch.setattr(port, "submit", counted)
+    monkeypatch.setattr(port, "copy", moves(copy))
+    monkeypatch.setattr(port, "launch", moves(launch))
+    return left
+
+
+@contextmanager
+def failing(call: str, at: int) -> Iterator[None]:
+    """One call of the port raises, the one of that number from now on."""
+    port, calls = emulated(), count(1)
+    real = getattr(port, call)
+
+    def fail(*arguments: Any, **more: Any) -> Any:
+        if next(calls) == at:
+            raise OutOfOrder(call)
+        return real(*arguments, **more)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(port, call, fail)
+        yield
+
+
+def failures(backend: str, direction: str, lists: str, call: str) -> Iterator[tuple[HostPool, DevicePool]]:
+    """Pools behind a transfer in which the first, the second ... such call failed, as long as there is one to fail."""
+    for at in count(1):
+        host = HostPool(SPEC, "page_first", PAGES, backend, platform="emulated", staging_pages=4)
+        device = DevicePool(SPEC, PAGES, "emulated")
+        fill.fill_device(device, 0)
+        there = DEVICE if lists == "on the host" else on_the_device(DEVICE)
+        transfer = host.prepare(device, HOST, there, direction)
+        try:
+            with failing(call, at):
+                transfer.run()
+        except OutOfOrder:
+            yield host, device
+        else:
+            emulated().synchronize()
+            return
+
+
+@every_backend
+@every_direction
+@either_list
+@pytest.mark.parametrize("another", [False, True], ids=["at once", "after another transfer"])
+def test_a_pool_that_closes_waits_for_what_a_failed_transfer_has_submitted(
+    backend: str, direction: str, lists: str, another: bool, moving: list[int]
+) -> None:
+    tried = []
+    for call in CALLS:
+        for host, device in failures(backend, direction, lists, call):
+            tried.append(call)
+            if another:  # on another stream, whose event says nothing of the first one
+                with emulated().on("another"):
+                    host.prepare(device, slots_of([15], 2), slots_of([15], 2), direction).run().wait()
+            host.close()
+            assert moving == [0], f"memory was let go of under copies: `{call}` had failed"
+            emulated().synchronize()
+    assert {"record", "copy" if backend == "direct" else "launch"} <= {*tried}
+
+
+@every_backend
+@every_direction
+@either_list
+def test_a_pool_goes_on_after_a_failed_transfer(backend: str, direction: str, lists: str) -> None:
+    for call in CALLS:
+        for host, device in failures(backend, direction, lists, call):
+            emulated().submit(lambda device=device: fill.fill_device(device, 1))
+            host.backup(device, slots_of([6, 7, 0], 2), slots_of([2, 0, 1], 2)).wait()
+            for component in SPEC.components:
+                for layer in SPEC.layers_of(component):
+                    right = fill.layer_bytes(SPEC, PAGES, component.name, layer, 1)[[2, 0, 1]]
+                    saved = fill.host_image(host, component.name, layer)[[6, 7, 0]]
+                    assert (saved == right).all(), f"`{call}` had failed"
+            host.close()
+            emulated().synchronize()
+
+
+# ---- whoever closes
+
+
+@pytest.mark.parametrize("backend", ["torch", "kernel"])
+def test_a_signal_handler_that_closes_a_pool_within_its_transfer_is_told_so(backend: str) -> None:
+    """It would wait for the call that it interrupts."""
+    host = HostPool(SPEC, "page_first", PAGES, backend, platform=None if backend == "torch" else "emulated")
+    device = DevicePool(SPEC, PAGES, "cpu" if backend == "torch" else "emulated")
+    transfer = host.prepare(device, HOST, DEVICE, "backup")
+    execute = transfer.backend.execute
+
+    def interrupted(*arguments: Any) -> Any:
+        signal.raise_signal(signal.SIGUSR1)
+        return execute(*arguments)
+
+    before = signal.signal(signal.SIGUSR1, lambda *_: host.close())
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(transfer.backend, "execute", interrupted)
+            with pytest.raises(RuntimeError, match="closed inside a transfer that this thread submits"):
+                transfer.run()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    transfer.run().wait()
+    host.close()
+    with pytest.raises(ValueError, match="is closed"):
+        transfer.run()
+
+
+def test_layers_may_be_made_by_a_generator_that_closes_the_pool() -> None:
+    host, device = HostPool(SPEC, "page_first", PAGES), DevicePool(SPEC, PAGES)
+    transfer = host.prepare(device, HOST, DEVICE, "load")
+
+    def layers() -> Iterator[int]:
+        yield 0
+        host.close()
+
+    with pytest.raises(ValueError, match="is closed"):
+        transfer.run(layers())
+
+
+WIDE = presets.mha(2, 2, 16, torch.uint8, page_size=2)
+
+
+def test_whoever_closes_a_rank_waits_and_so_does_the_whole_pool() -> None:
+    """Two threads close it: the second one may not return while the first one waits."""
+    whole = HostPool(WIDE, "page_head", PAGES, "kernel", platform="emulated")
+    rank, device = RankPool(whole, 0, 2), DevicePool(part(WIDE, 2), PAGES, "emulated")
+    emulated().delay(emulated().current(), 0.3)
+    receipt = rank.backup(device, HOST, DEVICE)
+    first = threading.Thread(target=rank.close)
+    first.start()
+    time.sleep(0.05)
+    rank.close()
+    assert receipt.event
+    assert receipt.event.query(), "the second closer returned while copies were under way"
+    whole.close()
+    first.join()
+
+
+@pytest.mark.parametrize("backend", ["kernel", "staged"])
+def test_a_rank_that_is_forgotten_leaves_nothing_in_the_memory_it_shared(backend: str) -> None:
+    whole = HostPool(WIDE, "page_head", PAGES, backend, platform="emulated")
+    before = [len(block._first) for block in whole._memory()]
+    rank, device = RankPool(whole, 0, 2), DevicePool(part(WIDE, 2), PAGES, "emulated")
+    rank.backup(device, HOST, DEVICE).wait()
+    gone = [weakref.ref(thing) for thing in (rank, rank._mover, device.buffer("k", 0))]
+    del rank, device
+    gc.collect()
+    assert [ref() for ref in gone] == [None] * 3
+    assert [len(block._first) for block in whole._memory()] == before
+    whole.close()
+
+
+# ---- lists that the caller changes
+
+
+@pytest.mark.parametrize("backend", ["kernel", "staged", "auto"])
+@every_direction
+def test_a_list_on_the_device_is_read_when_the_transfer_is_prepared(backend: str, direction: str) -> None:
+    """What the caller writes into it next, in order of the stream, is of no matter."""
+    spec = presets.mla(1, 16, torch.uint8, page_size=1)
+    for seed in range(5):
+        emulated().reseed(seed)
+        host = HostPool(spec, "page_first", PAGES, backend, platform="emulated")
+        device = DevicePool(spec, PAGES, "emulated")
+        fill.fill_device(device, 0)
+        fill.fill_host(host, 1)
+        indices = on_the_device(torch.tensor([1, 2]))
+        transfer = host.prepare(device, torch.tensor([10, 11]), indices, direction)
+        emulated().submit(lambda indices=indices: indices.copy_(torch.tensor([5, 6])))
+        transfer.run().wait()
+        saved, loaded = fill.host_image(host, "latent", 0), fill.device_image(device, "latent", 0)
+        assert (saved[[10, 11]] == loaded[[1, 2]]).all()
+        assert (saved[[10, 11]] != loaded[[5, 6]]).any()
+
+
+@pytest.mark.parametrize("backend", ["kernel", "staged", "auto"])
+def test_a_list_on_the_device_may_have_gaps(backend: str) -> None:
+    """Every other number of a tensor, which is written just before the transfer."""
+    spec = presets.mla(1, 16, torch.uint8, page_size=1)
+    for seed in range(5):
+        emulated().reseed(seed)
+        host = HostPool(spec, "page_first", PAGES, backend, platform="emulated")
+        device = DevicePool(spec, PAGES, "emulated")
+        fill.fill_device(device, 0)
+        whole = on_the_device(torch.tensor([1, -7, 2, -7]))
+        host.backup(device, torch.tensor([10, 11]), whole[::2]).wait()
+        assert (fill.host_image(host, "latent", 0)[[10, 11]] == fill.device_image(device, "latent", 0)[[1, 2]]).all()
+
+
+def test_nobody_waits_for_an_empty_list_on_the_device() -> None:
+    host, device = (
+        HostPool(SPEC, "page_first", PAGES, "kernel", platform="emulated"),
+        DevicePool(SPEC, PAGES, "emulated"),
+    )
+    ran: list[bool] = []
+    emulated().submit(lambda: ran.append(True))
+    receipt = host.backup(device, HOST[:0], on_the_device(DEVICE)[:0])
+    assert (receipt.host_syncs, receipt.bytes, ran) == (0, 0, [])
+    emulated().synchronize()
+
+
+# ---- memory of two pools
+
+
+@pytest.mark.parametrize("backend", ["torch", "numba"])
+def test_a_device_pool_in_the_memory_of_its_host_pool_is_refused(backend: str) -> None:
+    """Pages would be read that the same transfer has just written, by some backends."""
+    spec = presets.mla(2, 64, torch.float32, page_size=2)
+    host = HostPool(spec, "layer_first", PAGES, backend)
+    rows = [host.layer_view("latent", layer).reshape(2 * PAGES, 1, 64) for layer in range(2)]
+    same = DevicePool.wrap(spec, {"latent": rows})
+    assert same.addresses()[0] == host.layer_view("latent", 0).data_ptr()
+    with pytest.raises(ValueError, match="the device pool lies in memory of this host pool"):
+        host.backup(same, HOST, DEVICE)
