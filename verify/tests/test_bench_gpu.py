@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jsonschema
@@ -169,6 +170,21 @@ def test_no_row_is_begun_when_the_budget_is_spent(capsys: pytest.CaptureFixture[
     assert results.content["rows"] == []
     assert len(results.content["sessions"]) == 1, "the ceilings are there"
     assert "pages: not begun, the budget is spent" in capsys.readouterr().err
+
+
+def test_every_portion_has_its_share_of_a_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What one leaves is shared by those after it: none is left out because another one took all."""
+    now, shares, takes = [1000.0], list[float](), iter((25, 5, 35, 0))
+
+    def measured(*portion: Any) -> None:
+        shares.append(portion[-1] - now[0])
+        now[0] += next(takes)
+
+    monkeypatch.setattr(program, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(program, "_measure", measured)
+    wanted = {name: portion(HERE[:1], "page_first") for name in ("core", "matmul", "pages", "contiguous")}
+    program.run(Results(None), wanted, "cpu", 0, EFFORT, SIZES, budget_s=100)
+    assert shares == [25, 25, 35, 35]
 
 
 def test_other_pages_are_measured_where_they_make_another_pool() -> None:

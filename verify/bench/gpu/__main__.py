@@ -78,7 +78,7 @@ def run(
 ) -> None:
     """Measure a session of portions into `results`, which are written now and then, and however it ends.
 
-    budget_s  seconds after which no row is begun
+    budget_s  seconds after which no row is begun; each portion has an equal share of what those before it have left
     """
     results.require(platform)
     deadline = time.monotonic() + budget_s
@@ -91,8 +91,9 @@ def run(
             single = calls.measure(ticking, arena, counts)
             session = results.begin(command_line("verify.bench.gpu"), settings, limits, single, commit)
             bench = Bench(ticking, arena, effort, seed, session, [plain(asdict(limit)) for limit in limits])
-            for name, portion in portions.items():
-                _measure(results, bench, name, portion, deadline)
+            for left, (name, portion) in zip(range(len(portions), 0, -1), portions.items(), strict=True):
+                now = time.monotonic()
+                _measure(results, bench, name, portion, now + (deadline - now) / left)
     finally:
         results.write()
         arena.close()
@@ -155,7 +156,11 @@ def _parser() -> arguments.Parser:
         help="device time of a cell (default: %(default)s)",
     )
     parser.add_argument(
-        "--budget", type=arguments.seconds, default=math.inf, metavar="S", help="seconds after which no row is begun"
+        "--budget",
+        type=arguments.seconds,
+        default=math.inf,
+        metavar="S",
+        help="seconds after which no row is begun, shared out between portions",
     )
     parser.add_argument("--platform", choices=("cuda", "emulated"), default="cuda", help="default: %(default)s")
     parser.add_argument("--seed", type=arguments.seed, default=0, help="of page choice and fill (default: %(default)s)")
