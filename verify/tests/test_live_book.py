@@ -15,7 +15,7 @@ from verify.bench.gpu.overlap import __main__ as overlap
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]  # minutes, and figures want the GPU to themselves
 
-BUDGET_S = "75"  # a share for each portion
+BUDGET_S = "65"  # a share for each portion
 SCHEMAS = {"bench": results.SCHEMA, "overlap": overlap.SCHEMA}
 
 
