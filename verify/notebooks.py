@@ -310,10 +310,16 @@ def run(
     try:
         client.execute(env={**os.environ, "PYTHONPATH": search, **(env or {})})
     except CellExecutionError as error:
-        return f"{error.ename}: {error.evalue}"
+        return f"{error.ename}: {error.evalue}".rstrip(": ") + _where(error.traceback)
     except (CellTimeoutError, DeadKernelError) as error:
         return str(error)
     return "; ".join(faults(nb))
+
+
+def _where(traceback: str) -> str:
+    """The line of the cell that failed, as IPython marks it: the first one, others are of what it called."""
+    found = re.search(r"(?m)^-+> ?\d+ (.*)$", re.sub(r"\x1b\[[\d;]*m", "", traceback))
+    return f" (at {found[1].strip()})" if found else ""
 
 
 def to_html(nb: NotebookNode, path: Path) -> str:

@@ -217,7 +217,7 @@ def test_executing_goes_on_after_a_failure_and_leaves_pages_that_need_no_network
     before = [book.read_bytes() for book in books]
     bad, magic, good = notebooks.execute(books, tmp_path / "out", env={"KV_TEST": "heard"})
     assert [book.read_bytes() for book in books] == before
-    assert bad.error == "ZeroDivisionError: division by zero"
+    assert bad.error == "ZeroDivisionError: division by zero (at 1 / 0)"
     assert "UsageError" in magic.error
     assert not good.error
 
