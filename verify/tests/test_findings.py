@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from verify import cli, fill
+from verify.bench.provenance import ROOT
 from verify.findings import command, flexkv, kvbm, sglang_dispatch, sglang_tests, sglang_transfers, vllm
 from verify.findings.command import FILE, FINDINGS
 from verify.findings.finding import Finding
@@ -157,6 +160,23 @@ def test_a_claim_that_does_not_hold_is_refuted(otherwise: Callable[[], Finding])
     finding = otherwise()
     assert not finding.confirmed
     assert "**Refuted.**" in command.as_markdown("name", finding)
+
+
+@pytest.mark.parametrize(
+    ("finding", "path", "fraction"),
+    [(sglang_dispatch.staged_at_page_one, "staged", 0.95), (sglang_dispatch.loads_of_page_rows, "AOT", 0.9)],
+)
+def test_what_is_measured_again_may_refute_a_claim(
+    finding: Callable[[], Finding], path: str, fraction: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content = json.loads((ROOT / sglang_dispatch.AGAIN).read_text(encoding="utf-8"))
+    for row in content["rows"]:
+        row["fraction"] = fraction if row["path"] == path else row["fraction"]
+    another = tmp_path / "rates.json"
+    another.write_text(json.dumps(content), encoding="utf-8")
+    assert finding().confirmed
+    monkeypatch.setattr(sglang_dispatch, "AGAIN", str(another))
+    assert not finding().confirmed
 
 
 def test_the_command_prints_one_finding(capsys: pytest.CaptureFixture[str]) -> None:
