@@ -41,6 +41,7 @@ from refimpl.indices import Items
 from refimpl.plan import Plan
 from refimpl.receipt import Receipt
 from refimpl.runtime import Mark, Pending, Stream
+from refimpl.teardown import call_all
 
 HALVES = 2
 
@@ -71,6 +72,7 @@ class Staged:
         self._pending = Pending()
         self._turn = 0
         self._one_at_a_time = threading.Lock()
+        self._closers: list[int] = []  # threads
 
     @staticmethod
     def staging_bytes(setup: Setup) -> int:
@@ -96,12 +98,20 @@ class Staged:
             return self._backup(plan, layers, items) if direction == "backup" else self._load(plan, layers, items)
 
     def close(self) -> None:
-        with self._one_at_a_time:
-            try:
-                self._pending.wait()
-            finally:
-                self._buffer = None
-                self._give_back()
+        me = threading.get_ident()
+        if me in self._closers:  # a signal handler within: it waits too, and the closing goes on
+            self._pending.wait()
+            return
+        try:
+            self._closers.append(me)
+            with self._one_at_a_time:
+                try:
+                    self._pending.wait()
+                finally:
+                    self._buffer = None
+                    self._give_back()
+        finally:
+            self._closers.remove(me)
 
     def _backup(self, plan: Plan, layers: Layers, items: Items) -> Receipt:
         """Gather on the caller's stream, copy on the one beside it; the caller's goes on when the last copy is done."""
@@ -149,10 +159,18 @@ class Staged:
                     yield end
                 copied.hold(caller)
             except BaseException:
-                for other in (*self._free, self._runtime.record(copies)):
-                    self._runtime.wait(caller, other)
-                self._free = [self._runtime.record(caller)] * HALVES
+                self._free_after(caller, copies)
                 raise
+
+    def _free_after(self, caller: Stream, copies: Stream) -> None:
+        """Halves are free, and the caller goes on, after what was submitted. If even that fails, the host waits."""
+        try:
+            for other in (*self._free, self._runtime.record(copies)):
+                self._runtime.wait(caller, other)
+            self._free = [self._runtime.record(caller)] * HALVES
+        except BaseException:
+            call_all(self._runtime.record(stream).synchronize for stream in (copies, caller))
+            raise
 
     def _receipt(
         self,

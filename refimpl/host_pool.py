@@ -26,6 +26,8 @@ from refimpl.support import BACKENDS, MEMORY, UnsupportedPairing, capabilities, 
 from refimpl.teardown import call_all
 from refimpl.transfer import Transfer
 
+LOOKS_AGAIN_S = 0.05  # whoever closes a pool, in case that an interrupt has kept others from telling that they are done
+
 # Of options that are numbers: the least and the most.
 BOUNDS = {"staging_pages": (2, 1 << 32), "blocks": (1, 1024), "registration_limit": (1, 1 << 62)}
 
@@ -77,8 +79,9 @@ class HostPool(HostBuffers):
                 )
         platform = settled(platform)
         self.backend, self.profile, self.platform = backend, profile, platform
-        # Threads that submit something now, once for each time.
-        self._users, self._closing, self._users_changed = list[int](), False, threading.Condition()
+        # Who submits something now, once for each time, and who closes the pool: threads.
+        self._users, self._users_changed = list[tuple[int, object]](), threading.Condition()
+        self._closing, self._closers = False, list[int]()
         # For each device pool, plans by kind of item and the addresses that they were made for.
         self._plans: weakref.WeakKeyDictionary[DevicePool, dict[bool, tuple[tuple[int, ...], Plan]]]
         self._plans = weakref.WeakKeyDictionary()
@@ -198,6 +201,9 @@ class HostPool(HostBuffers):
     ) -> Transfer:
         """Check everything about a transfer now; `run` then moves bytes, layer by layer if need be.
 
+        Index lists on the device are read in order of the stream that is current now, and once more for every other
+        stream on which it is run: let them be until then.
+
         direction       "backup" or "load"
         single_entries  indices count the entries inside page rows, not tokens
         """
@@ -279,18 +285,31 @@ class HostPool(HostBuffers):
     def close(self) -> None:
         """Wait for copies under way, undo registrations, let go of the memory, give the budget back. Idempotent.
 
-        `RuntimeError` inside a transfer of this thread (in a signal handler, say), which it would wait for.
+        `RuntimeError` inside a transfer of this thread (in a signal handler, say), which it would wait for. A signal
+        handler that interrupts the closing returns, and the closing goes on.
         """
-        with self._users_changed:
-            if threading.get_ident() in self._users:
-                raise RuntimeError(
-                    f"pool {self.spec.name!r} is closed inside a transfer that this thread submits, and would wait for "
-                    "itself: close it afterwards (a signal handler sets a flag), or in another thread"
-                )
+        me = threading.get_ident()
+        if any(thread == me for thread, _ in self._users):
+            raise RuntimeError(
+                f"pool {self.spec.name!r} is closed inside a transfer that this thread submits, and would wait for "
+                "itself: close it afterwards (a signal handler sets a flag), or in another thread"
+            )
+        if me in self._closers:
+            return
+        try:
+            self._closers.append(me)
             self._closing = True
-            self._users_changed.wait_for(lambda: not self._users)
-        # The backend by itself: a finalizer runs once, and whoever closes waits. A plan keeps the memory alive.
-        call_all((self._mover.close, self._finish, super().close, self._plans.clear, self._give_back))
+            with self._users_changed:
+                while self._users:
+                    self._users_changed.wait(LOOKS_AGAIN_S)
+            call_all(self._ends())
+        finally:
+            if me in self._closers:
+                self._closers.remove(me)
+
+    def _ends(self) -> tuple[Callable[[], object], ...]:
+        """The backend by itself: a finalizer runs once, and whoever closes waits. A plan keeps the memory alive."""
+        return self._mover.close, self._finish, super().close, self._plans.clear, self._give_back
 
     destroy = close
 
@@ -310,17 +329,17 @@ class HostPool(HostBuffers):
     @contextmanager
     def _in_use(self) -> Iterator[None]:
         """While something is submitted: another thread that closes the pool waits until it can be waited for."""
-        me = threading.get_ident()
-        try:
-            with self._users_changed:
-                self._users.append(me)  # and then look: a signal handler may close it in between
-                if self._closing:
-                    raise ValueError(f"pool {self.spec.name!r} is closed")
+        me = threading.get_ident(), object()
+        try:  # without a lock: an interrupt may come between any two calls
+            self._users.append(me)
+            if self._closing:
+                raise ValueError(f"pool {self.spec.name!r} is closed")
             yield
         finally:
-            with self._users_changed:
+            if me in self._users:
                 self._users.remove(me)
-                if self._closing:
+            if self._closing:
+                with self._users_changed:
                     self._users_changed.notify_all()
 
     def _require_backend(self, io_backend: str) -> None:

@@ -71,9 +71,11 @@ class RankPool(HostPool):
         self._let_go = weakref.finalize(self, _let_go, shared, self._mover.close)
 
     def close(self) -> None:
-        """Wait for copies under way; the whole pool stays as it is. Idempotent."""
+        """Wait for copies under way; the whole pool stays as it is. Otherwise as a `HostPool`."""
         super().close()
-        self._let_go()
+
+    def _ends(self) -> tuple[Callable[[], object], ...]:
+        return *super()._ends(), self._let_go
 
     def _tensors(self, buffer: Buffer, memory: HostMemory, limit: int | None) -> list[torch.Tensor]:
         """Views of the whole pool's."""

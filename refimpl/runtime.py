@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -177,12 +178,17 @@ class Mark:
     If it cannot be recorded then, it is when somebody asks for it.
     """
 
-    def __init__(self, runtime: Runtime, stream: Stream) -> None:
-        self._runtime, self._stream = runtime, stream
+    def __init__(self, runtime: Runtime, stream: Stream, begin: Callable[[Mark], None]) -> None:
+        self._runtime, self._stream, self._begin = runtime, stream, begin
         self._left = False
         self._event: Event | None = None
 
     def __enter__(self) -> Mark:
+        try:
+            self._begin(self)
+        except BaseException:  # an interrupt, say: nobody is going to leave
+            self._left = True
+            raise
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -215,28 +221,27 @@ class Pending:
 
     def __init__(self) -> None:
         self._work: deque[tuple[Mark, object]] = deque()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # of a thread that waits already: a signal handler may close a pool
 
     def until(self, runtime: Runtime, stream: Stream, keep: object) -> Mark:
         """What is submitted to a stream inside is under way from its first call on: it is waited for, whatever fails.
 
         `keep` is kept until it has passed and more work comes: memory that the work reads or writes, say.
         """
-        mark = Mark(runtime, stream)
+        return Mark(runtime, stream, partial(self._begin, keep))
+
+    def _begin(self, keep: object, mark: Mark) -> None:
         with self._lock:
             self._let_go()
             self._work.append((mark, keep))
-        return mark
 
     def wait(self) -> None:
         """Block until all of it is done. Whoever calls this waits, also when another thread does so already."""
         with self._lock:
             work = list(self._work)
-        try:
-            call_all(mark.synchronize for mark, _ in work)
-        finally:
-            with self._lock:
-                self._let_go()
+        call_all(mark.synchronize for mark, _ in work)
+        with self._lock:
+            self._work = deque(entry for entry in self._work if entry not in work)
 
     def _let_go(self) -> None:
         """Of what has passed."""

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import dis
 import gc
 import signal
+import sys
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import count
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -25,6 +28,7 @@ from verify.guarded import on_the_device
 pytestmark = pytest.mark.emulated
 
 SPEC, PAGES = presets.mha(2, 1, 16, torch.uint8, page_size=2), 16
+WIDE = presets.mha(2, 2, 16, torch.uint8, page_size=2)
 HOST, DEVICE = slots_of([9, 3, 4, 1, 12], 2), slots_of([1, 2, 3, 5, 8], 2)  # three chunks of a staging buffer
 CALLS = ("record", "wait", "copy", "launch", "upload", "download", "empty")
 
@@ -74,13 +78,13 @@ def moving(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @contextmanager
-def failing(call: str, at: int) -> Iterator[None]:
-    """One call of the port raises, the one of that number from now on."""
+def failing(call: str, at: int, times: int = 1) -> Iterator[None]:
+    """A call of the port raises, the one of that number from now on, and those right after it."""
     port, calls = emulated(), count(1)
     real = getattr(port, call)
 
     def fail(*arguments: Any, **more: Any) -> Any:
-        if next(calls) == at:
+        if at <= next(calls) < at + times:
             raise OutOfOrder(call)
         return real(*arguments, **more)
 
@@ -89,7 +93,9 @@ def failing(call: str, at: int) -> Iterator[None]:
         yield
 
 
-def failures(backend: str, direction: str, lists: str, call: str) -> Iterator[tuple[HostPool, DevicePool]]:
+def failures(
+    backend: str, direction: str, lists: str, call: str, times: int = 1
+) -> Iterator[tuple[HostPool, DevicePool]]:
     """Pools behind a transfer in which the first, the second ... such call failed, as long as there is one to fail."""
     for at in count(1):
         host = HostPool(SPEC, "page_first", PAGES, backend, platform="emulated", staging_pages=4)
@@ -98,7 +104,7 @@ def failures(backend: str, direction: str, lists: str, call: str) -> Iterator[tu
         there = DEVICE if lists == "on the host" else on_the_device(DEVICE)
         transfer = host.prepare(device, HOST, there, direction)
         try:
-            with failing(call, at):
+            with failing(call, at, times):
                 transfer.run()
         except OutOfOrder:
             yield host, device
@@ -144,6 +150,107 @@ def test_a_pool_goes_on_after_a_failed_transfer(backend: str, direction: str, li
             emulated().synchronize()
 
 
+@every_direction
+@pytest.mark.parametrize("times", [2, 3])
+def test_a_staging_buffer_that_cannot_be_put_in_order_is_waited_for(direction: str, times: int) -> None:
+    """The stream cannot be told to wait, time and again; the next transfer, on another stream, has the right bytes."""
+    for seed in range(8):
+        emulated().reseed(seed)
+        for host, device in failures("staged", direction, "on the host", "wait", times):
+            with emulated().on("another"):
+                emulated().submit(lambda device=device: fill.fill_device(device, 1))
+                host.backup(device, slots_of([6, 7, 0, 2, 15], 2), slots_of([0, 1, 11, 13, 14], 2)).wait()
+                right = fill.layer_bytes(SPEC, PAGES, "k", 1, 1)[[0, 1, 11, 13, 14]]
+                assert (fill.host_image(host, "k", 1)[[6, 7, 0, 2, 15]] == right).all()
+            emulated().synchronize()
+            host.close()
+
+
+# ---- whoever is interrupted
+
+# Instructions behind which CPython looks for signals.
+LOOKS = ("CALL", "RESUME", "JUMP_BACKWARD")
+IN = ("host_pool.py", "rank_pool.py", "transfer.py", "runtime.py", "copy_engine.py", "sm_copy.py", "staged.py")
+
+
+def interrupted(call: Callable[[], object], at: int, act: Callable[[], object]) -> bool:
+    """Call, and act where CPython looks for signals, the time of that number; whether there is such a place.
+
+    In modules that submit and close, and in the locks that they take. A device's own calls are not interrupted.
+    """
+    seen, before = 0, dict[FrameType, int]()
+
+    def watch(frame: FrameType, event: str, arg: object) -> Any:
+        nonlocal seen
+        if Path(frame.f_code.co_filename).name not in (*IN, "threading.py"):
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            behind, before[frame] = before.get(frame), frame.f_lasti
+            if behind is not None and dis.opname[frame.f_code.co_code[behind]].startswith(LOOKS):
+                seen += 1
+                if seen == at:
+                    sys.settrace(None)
+                    act()
+        return watch
+
+    sys._getframe().f_trace_opcodes = True  # Python 3.12 traces opcodes only if some frame wants it beforehand
+    sys.settrace(watch)
+    try:
+        call()
+    finally:
+        sys.settrace(None)
+    return seen >= at
+
+
+def interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("backend", ["direct", "kernel", "staged"])
+def test_a_transfer_may_be_interrupted_anywhere(backend: str, moving: list[int]) -> None:
+    """It ends in the interrupt, and the pool goes on, forgets what has passed, and can be closed by another thread."""
+    at = 0
+    for at in count(1):
+        host = HostPool(SPEC, "page_first", PAGES, backend, platform="emulated", staging_pages=8)
+        device = DevicePool(SPEC, PAGES, "emulated")
+        transfer = host.prepare(device, HOST, DEVICE, "backup")
+        try:
+            assert not interrupted(transfer.run, at, interrupt), "an interrupt that nobody met"
+            break
+        except KeyboardInterrupt:
+            pass
+        for _ in range(3):
+            host.backup(device, HOST, DEVICE).wait()
+        pending = getattr(host._mover, "_pending")  # noqa: B009 - of every backend that submits
+        assert len(pending._work) < 6, "work that has passed is not forgotten"
+        closing = threading.Thread(target=host.close, daemon=True)
+        closing.start()
+        closing.join(20)
+        assert not closing.is_alive(), "the pool cannot be closed any more"
+        assert moving == [0]
+        emulated().synchronize()
+    assert at > 5
+
+
+@pytest.mark.parametrize("backend", ["direct", "staged"])
+@pytest.mark.parametrize("rank", [False, True], ids=["a pool", "a rank of it"])
+def test_a_signal_handler_may_close_what_is_being_closed(backend: str, rank: bool, moving: list[int]) -> None:
+    """The whole pool, while a rank of it is closed, too."""
+    at = 0
+    for at in count(1):
+        host = HostPool(WIDE, "page_head", PAGES, backend, platform="emulated", staging_pages=4)
+        pool = RankPool(host, 0, 2, staging_pages=4) if rank else host
+        pool.backup(DevicePool(pool.spec, PAGES, "emulated"), HOST, DEVICE)
+        met = interrupted(pool.close, at, host.close)
+        pool.close()
+        assert moving == [0]
+        host.close()
+        if not met:
+            break
+    assert at > 20
+
+
 # ---- whoever closes
 
 
@@ -185,23 +292,22 @@ def test_layers_may_be_made_by_a_generator_that_closes_the_pool() -> None:
         transfer.run(layers())
 
 
-WIDE = presets.mha(2, 2, 16, torch.uint8, page_size=2)
-
-
 def test_whoever_closes_a_rank_waits_and_so_does_the_whole_pool() -> None:
-    """Two threads close it: the second one may not return while the first one waits."""
+    """Several threads close it: none may return while another one waits."""
     whole = HostPool(WIDE, "page_head", PAGES, "kernel", platform="emulated")
     rank, device = RankPool(whole, 0, 2), DevicePool(part(WIDE, 2), PAGES, "emulated")
-    emulated().delay(emulated().current(), 0.3)
-    receipt = rank.backup(device, HOST, DEVICE)
-    first = threading.Thread(target=rank.close)
-    first.start()
-    time.sleep(0.05)
-    rank.close()
-    assert receipt.event
-    assert receipt.event.query(), "the second closer returned while copies were under way"
-    whole.close()
-    first.join()
+    gate = threading.Event()
+    emulated().submit(lambda: gate.wait(20))
+    rank.backup(device, HOST, DEVICE)
+    closing = [threading.Thread(target=close, daemon=True) for close in (*[rank.close] * 3, whole.close)]
+    for thread in closing:
+        thread.start()
+        thread.join(0.1)
+    assert [thread.is_alive() for thread in closing] == [True] * 4, "who closes returned while copies were under way"
+    gate.set()
+    for thread in closing:
+        thread.join(20)
+    assert not any(thread.is_alive() for thread in closing)
 
 
 @pytest.mark.parametrize("backend", ["kernel", "staged"])
