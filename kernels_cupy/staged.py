@@ -111,7 +111,8 @@ class Staged:
                     self._buffer = None
                     self._give_back()
         finally:
-            self._closers.remove(me)
+            if me in self._closers:
+                self._closers.remove(me)
 
     def _backup(self, plan: Plan, layers: Layers, items: Items) -> Receipt:
         """Gather on the caller's stream, copy on the one beside it; the caller's goes on when the last copy is done."""

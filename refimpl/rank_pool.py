@@ -26,7 +26,7 @@ class RankPool(HostPool):
     """The heads of one rank in every page of a host pool.
 
     It moves bytes like a pool of its own, to and from a device pool with `part(whole.spec, ranks)`. Memory and slots
-    are those of `whole`, which waits for its ranks when it is closed.
+    are those of `whole`, which waits for its ranks when it is closed, and stays as it is when they are.
 
     whole    the pool with all heads, or a rank that is shared out again; its memory must be pinned for a rank that
              copies on a GPU
@@ -69,10 +69,6 @@ class RankPool(HostPool):
         for block in shared:
             block.close_after(self._mover.close)
         self._let_go = weakref.finalize(self, _let_go, shared, self._mover.close)
-
-    def close(self) -> None:
-        """Wait for copies under way; the whole pool stays as it is. Otherwise as a `HostPool`."""
-        super().close()
 
     def _ends(self) -> tuple[Callable[[], object], ...]:
         return *super()._ends(), self._let_go

@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -176,10 +175,14 @@ class Mark:
     """The event behind what is submitted to a stream inside; it has not passed before that ends.
 
     If it cannot be recorded then, it is when somebody asks for it.
+
+    keep   memory that the work reads or writes, say: it is kept as long as the mark
+    begin  called with the mark, before anything is submitted
     """
 
-    def __init__(self, runtime: Runtime, stream: Stream, begin: Callable[[Mark], None]) -> None:
+    def __init__(self, runtime: Runtime, stream: Stream, keep: object, begin: Callable[[Mark], None]) -> None:
         self._runtime, self._stream, self._begin = runtime, stream, begin
+        self.keep = keep
         self._left = False
         self._event: Event | None = None
 
@@ -220,30 +223,30 @@ class Pending:
     """Work under way: what a pool must wait for before it lets go of its memory."""
 
     def __init__(self) -> None:
-        self._work: deque[tuple[Mark, object]] = deque()
+        self._work: deque[Mark] = deque()
         self._lock = threading.RLock()  # of a thread that waits already: a signal handler may close a pool
 
     def until(self, runtime: Runtime, stream: Stream, keep: object) -> Mark:
         """What is submitted to a stream inside is under way from its first call on: it is waited for, whatever fails.
 
-        `keep` is kept until it has passed and more work comes: memory that the work reads or writes, say.
+        `keep` is kept until it has passed and more work comes.
         """
-        return Mark(runtime, stream, partial(self._begin, keep))
+        return Mark(runtime, stream, keep, self._begin)
 
-    def _begin(self, keep: object, mark: Mark) -> None:
+    def _begin(self, mark: Mark) -> None:
         with self._lock:
             self._let_go()
-            self._work.append((mark, keep))
+            self._work.append(mark)
 
     def wait(self) -> None:
         """Block until all of it is done. Whoever calls this waits, also when another thread does so already."""
         with self._lock:
             work = list(self._work)
-        call_all(mark.synchronize for mark, _ in work)
+        call_all(mark.synchronize for mark in work)
         with self._lock:
-            self._work = deque(entry for entry in self._work if entry not in work)
+            self._work = deque(mark for mark in self._work if mark not in work)
 
     def _let_go(self) -> None:
         """Of what has passed."""
-        while self._work and self._work[0][0].query():
+        while self._work and self._work[0].query():
             self._work.popleft()

@@ -327,16 +327,21 @@ def test_a_rank_that_is_forgotten_leaves_nothing_in_the_memory_it_shared(backend
 # ---- lists that the caller changes
 
 
+def latent(backend: str) -> tuple[HostPool, DevicePool]:
+    """Pools of one layer and pages of one token, whose slots are their pages."""
+    spec = presets.mla(1, 16, torch.uint8, page_size=1)
+    device = DevicePool(spec, PAGES, "emulated")
+    fill.fill_device(device, 0)
+    return HostPool(spec, "page_first", PAGES, backend, platform="emulated"), device
+
+
 @pytest.mark.parametrize("backend", ["kernel", "staged", "auto"])
 @every_direction
 def test_a_list_on_the_device_is_read_when_the_transfer_is_prepared(backend: str, direction: str) -> None:
     """What the caller writes into it next, in order of the stream, is of no matter."""
-    spec = presets.mla(1, 16, torch.uint8, page_size=1)
     for seed in range(5):
         emulated().reseed(seed)
-        host = HostPool(spec, "page_first", PAGES, backend, platform="emulated")
-        device = DevicePool(spec, PAGES, "emulated")
-        fill.fill_device(device, 0)
+        host, device = latent(backend)
         fill.fill_host(host, 1)
         indices = on_the_device(torch.tensor([1, 2]))
         transfer = host.prepare(device, torch.tensor([10, 11]), indices, direction)
@@ -350,12 +355,9 @@ def test_a_list_on_the_device_is_read_when_the_transfer_is_prepared(backend: str
 @pytest.mark.parametrize("backend", ["kernel", "staged", "auto"])
 def test_a_list_on_the_device_may_have_gaps(backend: str) -> None:
     """Every other number of a tensor, which is written just before the transfer."""
-    spec = presets.mla(1, 16, torch.uint8, page_size=1)
     for seed in range(5):
         emulated().reseed(seed)
-        host = HostPool(spec, "page_first", PAGES, backend, platform="emulated")
-        device = DevicePool(spec, PAGES, "emulated")
-        fill.fill_device(device, 0)
+        host, device = latent(backend)
         whole = on_the_device(torch.tensor([1, -7, 2, -7]))
         host.backup(device, torch.tensor([10, 11]), whole[::2]).wait()
         assert (fill.host_image(host, "latent", 0)[[10, 11]] == fill.device_image(device, "latent", 0)[[1, 2]]).all()
