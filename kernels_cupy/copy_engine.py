@@ -6,12 +6,11 @@ torch's default: then a stream beside it takes over, from the caller's last work
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import torch
 
-from kernels_cupy.jobs import begins_and_offsets, device_addresses, jobs, out_of_reach, registration_of
+from kernels_cupy.descriptors import describe_runs
+from kernels_cupy.jobs import begins_and_offsets, device_addresses, jobs, out_of_reach
 from kernels_cupy.lists import read
 from kernels_cupy.runtimes import runtime
 from refimpl.backends.protocol import Setup
@@ -77,15 +76,13 @@ def descriptors(plan: Plan, layers: tuple[int | None, ...], items: Items) -> Des
     host_items, device_items = items.checked()
     order = np.argsort(host_items, kind="stable")
     host_items, device_items = host_items[order], device_items[order]
-    registrations, _ = begins_and_offsets(plan)
-    found = []
-    for job in jobs(plan, layers):
-        host = job.host.addresses(host_items, job.offsets[0])
-        device = job.device.addresses(device_items, job.offsets[1])
-        if job.keeps_page_together:  # page after page: the bus likes addresses that are near each other
-            host, device = host.swapaxes(0, 1), device.swapaxes(0, 1)
-        found.append(merged(host.reshape(-1), device.reshape(-1), job.run, registrations)[:3])
-    host, device, nbytes = map(np.concatenate, zip(*found, strict=True))
+    found, begins = jobs(plan, layers), begins_and_offsets(plan)[0].view(np.int64)
+    copies, count = np.empty((3, len(items) * sum(job.runs_per_item for job in found)), np.int64), 0
+    for job in found:  # page after page if the host keeps one together: the bus likes addresses near each other
+        host, device = job.ends
+        together = job.keeps_page_together
+        count = describe_runs(copies, count, host, host_items, device, device_items, job.run, together, begins)
+    host, device, nbytes = copies[:, :count].view(np.uint64)
     return device_addresses(plan, host), device, nbytes
 
 
@@ -107,29 +104,3 @@ def count_descriptors(plan: Plan, layers: tuple[int | None, ...], items: Items) 
         - (joined * len(job.host.starts) if job.run == job.host.page == job.device.page else 0)
         for job in jobs(plan, layers)
     )
-
-
-def merged(
-    host: np.ndarray,
-    other: np.ndarray,
-    run: int,
-    registrations: np.ndarray | Sequence[int],
-    group: np.ndarray | None = None,
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Runs that lie behind each other on both sides as one; the last array says at which run each begins.
-
-    Not those that would cross the begin of one of the registrations (a copy may not), nor those of different groups.
-    """
-    apart = (steps(host) != run) | (steps(other) != run)
-    if group is not None:
-        apart |= steps(group) != 0
-    if len(registrations) > 1:
-        apart |= steps(registration_of(registrations, host)) != 0
-    edges = np.concatenate(([0], np.flatnonzero(apart) + 1, [len(host)]))
-    first = edges[:-1]
-    return host[first], other[first], (steps(edges) * run).view(np.uint64), first
-
-
-def steps(array: np.ndarray) -> np.ndarray:
-    """From each element to the next one: `numpy.diff` without the time that it takes to look at its options."""
-    return array[1:] - array[:-1]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -12,13 +13,8 @@ import torch
 from refimpl.plan import Loop, Move, Plan, Registration, loop_offsets
 from refimpl.runtime import Runtime
 
-
-def distances(items: np.ndarray, page: int, entries: int, entry_bytes: int) -> np.ndarray:
-    """Bytes (uint64) from item 0 to each of some items (int64, as `indices.check` makes them)."""
-    if entries == 1:
-        return (items * page).view(np.uint64)
-    pages, within = np.divmod(items, entries)
-    return (pages * page + within * entry_bytes).view(np.uint64)
+if TYPE_CHECKING:
+    from kernels_cupy import descriptors
 
 
 @dataclass(frozen=True)
@@ -29,11 +25,6 @@ class End:
     page: int
     entries: int = 1
     entry_bytes: int = 0
-
-    def addresses(self, items: np.ndarray, offsets: np.ndarray) -> np.ndarray:
-        """Of every run, `[layer, item, run in the item]`; `offsets` are those of runs from an item's start."""
-        places = distances(items, self.page, self.entries, self.entry_bytes)
-        return self.starts[:, None, None] + places[:, None] + offsets
 
 
 @dataclass(frozen=True)
@@ -51,6 +42,15 @@ class Job:
         """Bytes from an item's start to each of its runs, host and device."""
         host, device = loop_offsets(self.loops)
         return host.view(np.uint64), device.view(np.uint64)
+
+    @cached_property
+    def ends(self) -> tuple[descriptors.End, descriptors.End]:
+        """Host and device as `descriptors.describe_runs` takes them."""
+        host, device = (
+            (end.starts.view(np.int64), offsets.view(np.int64), end.page, end.entries, end.entry_bytes)
+            for end, offsets in zip((self.host, self.device), self.offsets, strict=True)
+        )
+        return host, device
 
     @cached_property
     def runs_per_item(self) -> int:

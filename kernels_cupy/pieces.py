@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from kernels_cupy.jobs import End, Job, distances, jobs, runs_and_bytes
+from kernels_cupy.jobs import End, Job, jobs, runs_and_bytes
 from refimpl.plan import Loop, Plan
 
 
@@ -20,9 +20,6 @@ class Piece:
     page: int
     entries: int
     entry_bytes: int
-
-    def addresses(self, items: np.ndarray) -> np.ndarray:
-        return np.uint64(self.begin) + distances(items, self.page, self.entries, self.entry_bytes)
 
     @property
     def end(self) -> End:
@@ -52,6 +49,15 @@ def pieces(plan: Plan, layers: tuple[int | None, ...], exact: bool) -> list[Piec
         if sum(piece.nbytes for piece in found) > runs_and_bytes(plan, tuple(plan.layers), 1)[1]:
             found = list(_pieces(plan, layers, exact=True))
         plan.derived[key] = found
+    return plan.derived[key]
+
+
+def strides_of(plan: Plan, layers: tuple[int | None, ...], exact: bool) -> np.ndarray:
+    """The pieces as numbers, a row each, as `descriptors.describe_chunks` takes them."""
+    key = ("strides of pieces", layers, exact)
+    if key not in plan.derived:
+        rows = [(p.begin, p.nbytes, p.page, p.entries, p.entry_bytes) for p in pieces(plan, layers, exact)]
+        plan.derived[key] = np.array(rows, np.int64)
     return plan.derived[key]
 
 

@@ -20,7 +20,8 @@ from itertools import pairwise
 import numpy as np
 import torch
 
-from kernels_cupy.copy_engine import merged, submit
+from kernels_cupy.copy_engine import submit
+from kernels_cupy.descriptors import describe_chunks
 from kernels_cupy.jobs import (
     End,
     begins_and_offsets,
@@ -34,7 +35,7 @@ from kernels_cupy.jobs import (
 )
 from kernels_cupy.launches import Launch, launches, shape_for
 from kernels_cupy.lists import Placed, completion, place, read
-from kernels_cupy.pieces import Piece, parts, pieces
+from kernels_cupy.pieces import Piece, parts, pieces, strides_of
 from kernels_cupy.runtimes import runtime
 from refimpl.backends.protocol import Setup
 from refimpl.indices import Items
@@ -198,27 +199,22 @@ class Staged:
 
     def _chunks(self, plan: Plan, layers: Layers, items: Items, direction: str) -> list[Chunk]:
         """As many items at a time as a half holds, the halves in turn, with what the copy engine has to do."""
-        found = pieces(plan, layers, exact=direction == "backup")
+        exact = direction == "backup"
+        found = pieces(plan, layers, exact)
         most = self.half_bytes // sum(piece.nbytes for piece in found)
-        assert isinstance(items.host, np.ndarray)
-        numbers, places = np.divmod(np.arange(len(items)), most)
-        halves = (numbers + self._turn) % HALVES
         firsts = range(0, len(items), most)
+        halves = (np.arange(len(firsts)) + self._turn) % HALVES
         self._turn += len(firsts)
-        registrations, _ = begins_and_offsets(plan)
-        copies = []
-        for begin, piece in zip(self._begins(found, most), found, strict=True):
-            host = piece.addresses(items.host)
-            staging = (begin + halves * self.half_bytes + places * piece.nbytes).view(np.uint64)
-            copies.append(merged(host, staging, piece.nbytes, registrations, numbers))
-        host, staging, nbytes, at_item = map(np.concatenate, zip(*copies, strict=True))
-        chunk_of = at_item // most
-        order = np.argsort(chunk_of, kind="stable")  # the first chunk's, piece after piece, and then the next one's
-        host, staging, nbytes = device_addresses(plan, host[order]), staging[order], nbytes[order]
-        edges = np.searchsorted(chunk_of[order], range(len(firsts) + 1)).tolist()
+        begins = begins_and_offsets(plan)[0].view(np.int64)
+        copies, edges = np.empty((3, len(items) * len(found)), np.int64), np.zeros(len(firsts) + 1, np.int64)
+        strides, numbers = strides_of(plan, layers, exact), np.ascontiguousarray(items.host)
+        places = self._begins(found, most), halves * self.half_bytes
+        describe_chunks(copies, edges, strides, numbers, most, *places, begins)
+        host, staging, nbytes = copies[:, : edges[-1]].view(np.uint64)
+        host = device_addresses(plan, host)
         return [
-            Chunk(item, min(most, len(items) - item), int(halves[item]), host[a:b], staging[a:b], nbytes[a:b])
-            for item, (a, b) in zip(firsts, pairwise(edges), strict=True)
+            Chunk(first, min(most, len(items) - first), half, host[a:b], staging[a:b], nbytes[a:b])
+            for first, half, (a, b) in zip(firsts, halves.tolist(), pairwise(edges.tolist()), strict=True)
         ]
 
     def _begins(self, found: list[Piece], most: int) -> np.ndarray:

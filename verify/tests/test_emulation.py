@@ -20,11 +20,10 @@ from hypothesis import strategies as st
 
 import kernels_cupy
 from kernels_cupy import emu
-from kernels_cupy.copy_engine import merged
+from kernels_cupy.descriptors import distance, merged
 from kernels_cupy.jobs import End, begins_and_offsets, device_addresses, registration_of
 from kernels_cupy.launches import Shape, launches, widest_word
 from kernels_cupy.lists import completion, place
-from kernels_cupy.pieces import Piece
 from kernels_cupy.runtimes import emulated
 from kernels_cupy.specs import CHECK_INDICES, KERNELS, MAX_STARTS, SIDE, SOURCES, Kernel
 from refimpl import DevicePool, HostPool, oracle, presets, slots_of
@@ -256,26 +255,11 @@ def test_addresses_past_the_precision_of_a_double_stay_exact() -> None:
     registrations = (Registration(top, top + 4096, top + 8192),)
     assert device_addresses(Plan((), registrations), np.array([top + 1], np.uint64)).tolist() == [top + 8193]
     runs = np.array([top, top + 7, top + 15], np.uint64)
-    host, device, nbytes, _ = merged(runs, runs, 7, begins(registrations))
-    assert (host.tolist(), device.tolist(), nbytes.tolist()) == ([top, top + 15],) * 2 + ([14, 7],)
-    assert Piece(HIGH, 8, 4096, 1, 0).addresses(np.array([0, 2**31])).tolist() == [HIGH, HIGH + 2**43]
+    assert merged(runs, runs, 7, begins(registrations)).tolist() == [[top, top + 15], [top, top + 15], [14, 7]]
+    assert distance(2**31, 4096, 1, 0) == 2**43
     end = End(np.array([top], np.uint64), 1)
     (launch,) = launches(end, end, (), 1, "backup", Shape(1, 1, 16))
     assert int(launch.arguments["to"]["starts"][0]) == top
-
-
-def test_runs_are_joined_where_both_sides_go_on_and_nowhere_else() -> None:
-    host = np.array([100, 108, 116, 200, 208, 300], np.uint64)
-    device = np.array([500, 508, 600, 700, 708, 716], np.uint64)
-    one, two = Registration(0, 208, 0), Registration(208, 1000, 208)
-
-    def joined(*registrations: Registration, group: list[int] | None = None) -> list[tuple[int, int, int, int]]:
-        found = merged(host, device, 8, begins(registrations), None if group is None else np.array(group))
-        return list(zip(*(a.tolist() for a in found), strict=True))
-
-    assert joined() == [(100, 500, 16, 0), (116, 600, 8, 2), (200, 700, 16, 3), (300, 716, 8, 5)]
-    assert [row[2] for row in joined(one, two)] == [16, 8, 8, 8, 8]
-    assert joined(group=[3, 4, 4, 5, 5, 5])[:2] == [(100, 500, 8, 0), (108, 508, 8, 1)]
 
 
 @pytest.mark.parametrize("backend", ["kernel", "direct", "staged"])

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from kernels_cupy.staged import HALF_BYTES
 from verify.bench.gpu import calls
 from verify.bench.gpu.cases import KIB, MIB, Mover
 from verify.bench.gpu.recommend import lasting
@@ -190,13 +191,16 @@ def _submits(row: Content) -> Iterator[Check]:
 def _submits_beside_calls(row: Content, single: list[Content]) -> Iterator[Check]:
     """The same without what the calls alone take, where the session measured these and the queue had room for all.
 
-    Copies are counted as full batches: those of `staged`, a batch a chunk, take longer than what is taken away.
+    `staged` makes a batch for each chunk, and two streams wait for each other: there are as few chunks as halves allow.
     """
     bounds = {"direct": 100e-6, "staged": 2e-3 * row["payload_bytes"] / GIB}
     for cell in measured(row) if single else []:
         bound = bounds.get(cell["mover"])
         if bound and cell["held"]:
-            alone = calls.batch_s(single, cell["descriptors"]) + cell["kernels"] * calls.call_s(single, "launch")
+            chunks = -(-row["payload_bytes"] // HALF_BYTES) if cell["mover"] == "staged" else 0
+            batches = max(chunks, 1)
+            alone = batches * calls.batch_s(single, max(cell["descriptors"] // batches, 1))
+            alone += cell["kernels"] * calls.call_s(single, "launch") + 2 * chunks * calls.call_s(single, "event")
             value = cell["submit"]["median_s"] - alone
             yield Check(f"submit of {cell['mover']}, the calls taken away", name(row), value, bound, False, unit=" s")
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from kernels_cupy.copy_engine import merged
+from kernels_cupy.descriptors import merged
 from kernels_cupy.jobs import jobs, runs_and_bytes
 from kernels_cupy.launches import Shape
 from kernels_cupy.lists import place
@@ -66,7 +66,7 @@ def memcpy_one_by_one(
     """One driver call for each run of the plan, neighbours merged."""
     host_pages, device_pages = (_pages(slots, host.page_size) for slots in at)
     runs = plan(host, device).runs(host_pages, device_pages, (*host.spec.owned_layers, *NO_LAYER))
-    found = [merged(h.astype(np.uint64), d.astype(np.uint64), nbytes, ())[:3] for h, d, nbytes in runs]
+    found = [merged(h, d, nbytes) for h, d, nbytes in runs]
     columns = [np.concatenate(arrays) for arrays in zip(*found, strict=True)]
     to, source = (0, 1) if direction == "backup" else (1, 0)
     moves = np.stack([columns[to], columns[source], columns[2]], axis=1).tolist()

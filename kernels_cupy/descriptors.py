@@ -1,0 +1,120 @@
+"""Descriptors of the copy engine: runs that continue each other on both sides become one.
+
+In loops that numba compiles when this is imported: NumPy takes its time over every step, however few runs there are.
+Addresses are int64 here, which wrap around as uint64 do; numba would make a float of the two together.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit, types
+
+ADDRESSES, COPIES, NUMBER = types.int64[::1], types.int64[:, ::1], types.int64
+END = types.Tuple((ADDRESSES, ADDRESSES, NUMBER, NUMBER, NUMBER))
+
+NONE = np.empty(0, np.int64)
+
+# Where page 0 of each layer begins, how far from an item's start its runs do, and bytes of a page, entries of a page,
+# bytes of an entry.
+End = tuple[np.ndarray, np.ndarray, int, int, int]
+
+
+@njit(NUMBER(NUMBER, NUMBER, NUMBER, NUMBER), cache=True, nogil=True)
+def distance(item: int, page: int, entries: int, entry_bytes: int) -> int:
+    """Bytes from item 0 to another one."""
+    return item * page if entries == 1 else item // entries * page + item % entries * entry_bytes
+
+
+@njit(types.boolean(ADDRESSES, NUMBER), cache=True, nogil=True)
+def begins_one(begins: np.ndarray, address: int) -> bool:
+    """Whether one of the registrations that begin there, in ascending order, begins at an address."""
+    at = np.searchsorted(begins, address)
+    return bool(at < len(begins) and begins[at] == address)
+
+
+@njit(NUMBER(COPIES, NUMBER, NUMBER, NUMBER, NUMBER, types.boolean), cache=True, nogil=True)
+def added(copies: np.ndarray, count: int, host: int, other: int, nbytes: int, goes_on: bool) -> int:
+    """One run more, as part of the last copy or as a copy of its own; returns how many there are."""
+    if goes_on:
+        copies[2, count - 1] += nbytes
+        return count
+    copies[0, count], copies[1, count], copies[2, count] = host, other, nbytes
+    return count + 1
+
+
+@njit(NUMBER(COPIES, NUMBER, END, ADDRESSES, END, ADDRESSES, NUMBER, types.boolean, ADDRESSES), cache=True, nogil=True)
+def describe_runs(
+    copies: np.ndarray,
+    count: int,
+    host: End,
+    host_items: np.ndarray,
+    device: End,
+    device_items: np.ndarray,
+    run: int,
+    page_after_page: bool,
+    begins: np.ndarray,
+) -> int:
+    """Every run of a job, behind `count` copies that are there already; returns how many there are then.
+
+    copies           host addresses, device addresses, bytes: a row each, with room for all
+    page_after_page  or layer after layer
+    begins           of registrations, ascending
+    """
+    starts, offsets, page, entries, entry_bytes = host
+    device_starts, device_offsets, device_page, device_entries, device_entry_bytes = device
+    layers, items, several = len(starts), len(host_items), len(begins) > 1
+    next_at = next_there = -1  # behind the last copy; what is there already is not continued
+    for outer in range(items if page_after_page else layers):
+        for inner in range(layers if page_after_page else items):
+            layer, i = (inner, outer) if page_after_page else (outer, inner)
+            at = starts[layer] + distance(host_items[i], page, entries, entry_bytes)
+            there = device_starts[layer] + distance(device_items[i], device_page, device_entries, device_entry_bytes)
+            for k in range(len(offsets)):
+                run_at, run_there = at + offsets[k], there + device_offsets[k]
+                goes_on = run_at == next_at and run_there == next_there
+                goes_on = goes_on and not (several and begins_one(begins, run_at))
+                count = added(copies, count, run_at, run_there, run, goes_on)
+                next_at, next_there = run_at + run, run_there + run
+    return count
+
+
+@njit(types.void(COPIES, ADDRESSES, COPIES, ADDRESSES, NUMBER, ADDRESSES, ADDRESSES, ADDRESSES), cache=True, nogil=True)
+def describe_chunks(
+    copies: np.ndarray,
+    edges: np.ndarray,
+    pieces: np.ndarray,
+    items: np.ndarray,
+    most: int,
+    staging: np.ndarray,
+    halves: np.ndarray,
+    begins: np.ndarray,
+) -> None:
+    """Between host memory and a staging buffer, chunk after chunk: those of a chunk end at its edge in `edges`.
+
+    pieces   of an item, a row each: begin in item 0, bytes, and the strides that `distance` takes
+    most     items of a chunk
+    staging  where each piece of the first item goes in the first half
+    halves   how far from there the half of each chunk is
+    """
+    count, several = 0, len(begins) > 1
+    for chunk in range(len(halves)):
+        next_at = next_there = -1
+        for p in range(len(pieces)):
+            begin, nbytes, page, entries, entry_bytes = pieces[p]
+            there = halves[chunk] + staging[p]
+            for i in range(chunk * most, min((chunk + 1) * most, len(items))):
+                at = begin + distance(items[i], page, entries, entry_bytes)
+                goes_on = at == next_at and there == next_there
+                goes_on = goes_on and not (several and begins_one(begins, at))
+                count = added(copies, count, at, there, nbytes, goes_on)
+                there += nbytes
+                next_at, next_there = at + nbytes, there
+        edges[chunk + 1] = count
+
+
+def merged(host: np.ndarray, other: np.ndarray, run: int, begins: np.ndarray = NONE) -> np.ndarray:
+    """Runs of so many bytes at addresses (uint64): `[host, other, bytes]` of the copies that they come to."""
+    copies, only = np.empty((3, len(host)), np.int64), np.zeros(1, np.int64)
+    there, here = ((np.ascontiguousarray(side).view(np.int64), only, 0, 1, 0) for side in (host, other))
+    count = describe_runs(copies, 0, there, only, here, only, run, False, begins.view(np.int64))
+    return copies[:, :count].view(np.uint64)
