@@ -289,7 +289,7 @@ def test_a_submit_is_judged_without_the_calls_that_it_makes() -> None:
     waited: dict[str, Any] = row({"direct": 90})  # for room in the queue
     waited["cells"][0] |= {"submit": {"median_s": 9.0}, "kernels": 0, "held": False}
     half: dict[str, Any] = row({"staged": 90}) | {"payload_bytes": 2**27}
-    half["cells"][0] |= {"submit": {"median_s": 480e-6}, "kernels": 0, "held": True}
+    half["cells"][0] |= {"submit": {"median_s": 579e-6}, "kernels": 0, "held": True}
     sessions = [{"calls": single_calls((1, 1e-4), (100, 2e-4))}]
     lines = targets.verdicts({"sessions": sessions, "rows": [found, waited, half]}, sglang())
     assert [line for line in lines if "taken away" in line] == [
