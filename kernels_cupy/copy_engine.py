@@ -46,15 +46,16 @@ class CopyEngine:
         if with_batches is not caller:
             self._runtime.wait(with_batches, self._runtime.record(caller))
         to, source = (host, device) if direction == "backup" else (device, host)
-        end = self._pending.until(self._runtime, with_batches, plan)
+        (end,) = self._pending.begin(self._runtime, plan, with_batches)
         try:
-            with end:
-                call = submit(self._runtime, with_batches, to, source, nbytes, out_of_reach(plan))
+            call = submit(self._runtime, with_batches, to, source, nbytes, out_of_reach(plan))
         finally:  # some batches may be on their way even if another one failed
+            end.ended = True
             if with_batches is not caller:
                 end.hold(caller)
+            moved = end.event
         path = "direct" if call == BATCHED else f"direct ({call})"
-        return Receipt(path, int(nbytes.sum()), len(nbytes), event=Completion(end.event))
+        return Receipt(path, int(nbytes.sum()), len(nbytes), event=Completion(moved))
 
     def close(self) -> None:
         self._pending.wait()

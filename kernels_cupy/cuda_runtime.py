@@ -116,7 +116,8 @@ class CudaRuntime:
 
     def gate(self, stream: Stream) -> Callable[[], object]:
         """The stream looks at a word of pinned memory until it is 1; neither the host nor an SM is kept busy."""
-        self._gates = [(event, word) for event, word in self._gates if not event.query()]
+        with self._one_at_a_time:
+            self._gates = [(event, word) for event, word in self._gates if not event.query()]
         word = torch.zeros(1, dtype=torch.int32, pin_memory=True)
         with self._current():
             error = ctypes.CDLL("libcuda.so.1").cuStreamWaitValue32_v2(
@@ -124,7 +125,8 @@ class CudaRuntime:
             )
         if error:
             raise RuntimeError(f"a stream cannot wait for a word in memory here: CUDA driver error {error}")
-        self._gates.append((self.record(stream), word))
+        with self._one_at_a_time:
+            self._gates.append((self.record(stream), word))
         return partial(word.fill_, 1)
 
     def delay(self, stream: Stream, seconds: float) -> None:

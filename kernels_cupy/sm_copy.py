@@ -46,10 +46,14 @@ class SmCopy:
         stream, count = self._runtime.current(), len(items)
         placed = place(self._runtime, stream, items, SIDES)
         prepared = self._prepared(plan, layers, direction, stream)
-        with self._pending.until(self._runtime, stream, plan) as end:
+        (end,) = self._pending.begin(self._runtime, plan, stream)
+        try:
             for launch in prepared:
                 launch.submit(self._runtime, stream, placed.host, placed.device, count, placed.fault_address)
-        done = completion(self._runtime, stream, placed, end.event)
+        finally:
+            end.ended = True
+            moved = end.event
+        done = completion(self._runtime, stream, placed, moved)
         runs, nbytes = runs_and_bytes(plan, layers, count)
         return Receipt("kernel", nbytes, runs, len(prepared), placed.tell_uploads(), event=done)
 

@@ -12,8 +12,7 @@ that a load layer by layer takes the bus once for every layer; just the layer in
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -41,7 +40,7 @@ from refimpl.backends.protocol import Setup
 from refimpl.indices import Items
 from refimpl.plan import Plan
 from refimpl.receipt import Receipt
-from refimpl.runtime import Mark, Pending, Stream
+from refimpl.runtime import Pending, Stream
 from refimpl.teardown import call_all
 
 HALVES = 2
@@ -72,8 +71,8 @@ class Staged:
         self._free = [self._runtime.record(self._runtime.current())] * HALVES
         self._pending = Pending()
         self._turn = 0
-        self._one_at_a_time = threading.Lock()
-        self._closers: list[int] = []  # threads
+        self._one_at_a_time = threading.RLock()  # of a thread that submits already: a signal handler is told so
+        self._submits = False
 
     @staticmethod
     def staging_bytes(setup: Setup) -> int:
@@ -94,26 +93,26 @@ class Staged:
 
     def execute(self, plan: Plan, layers: Layers, items: Items, direction: str) -> Receipt:
         with self._one_at_a_time:
+            if self._submits:
+                raise RuntimeError(
+                    "a signal handler cannot use a pool of backend 'staged' while a transfer of it is submitted, for "
+                    "both would fill one buffer: let it set a flag"
+                )
             if self._buffer is None:
                 raise ValueError("the staging buffer is closed")
-            return self._backup(plan, layers, items) if direction == "backup" else self._load(plan, layers, items)
+            self._submits = True
+            try:
+                return self._backup(plan, layers, items) if direction == "backup" else self._load(plan, layers, items)
+            finally:
+                self._submits = False
 
     def close(self) -> None:
-        me = threading.get_ident()
-        if me in self._closers:  # a signal handler within: it waits too, and the closing goes on
-            self._pending.wait()
-            return
-        try:
-            self._closers.append(me)
-            with self._one_at_a_time:
-                try:
-                    self._pending.wait()
-                finally:
-                    self._buffer = None
-                    self._give_back()
-        finally:
-            if me in self._closers:
-                self._closers.remove(me)
+        with self._one_at_a_time:
+            call_all((self._pending.wait, self._drop))
+
+    def _drop(self) -> None:
+        self._buffer = None
+        self._give_back()
 
     def _backup(self, plan: Plan, layers: Layers, items: Items) -> Receipt:
         """Gather on the caller's stream, copy on the one beside it; the caller's goes on when the last copy is done."""
@@ -123,17 +122,18 @@ class Staged:
         copies = self._runtime.beside(caller)
         lists = self._lists(caller, items, "backup")
         chunks = self._chunks(plan, layers, items, "backup")
-        kernels = 0
-        with self._joined(plan, caller, copies) as end:
-            for chunk in chunks:
-                self._runtime.wait(caller, self._free[chunk.half])
-                kernels += self._relayout(plan, layers, "backup", chunk, lists, caller)
-                if items.unchecked:
-                    kernels += self._rescue(plan, layers, chunk, lists, caller)
-                self._runtime.wait(copies, self._runtime.record(caller))
-                submit(self._runtime, copies, chunk.host, chunk.staging, chunk.nbytes, out_of_reach(plan))
-                self._free[chunk.half] = self._runtime.record(copies)
-        return self._receipt(plan, layers, len(items), chunks, kernels, lists, caller, end)
+
+        def submitted(chunk: Chunk) -> int:
+            self._runtime.wait(caller, self._free[chunk.half])
+            kernels = self._relayout(plan, layers, "backup", chunk, lists, caller)
+            if items.unchecked:
+                kernels += self._rescue(plan, layers, chunk, lists, caller)
+            self._runtime.wait(copies, self._runtime.record(caller))
+            submit(self._runtime, copies, chunk.host, chunk.staging, chunk.nbytes, out_of_reach(plan))
+            self._free[chunk.half] = self._runtime.record(copies)
+            return kernels
+
+        return self._submitted(plan, layers, items, chunks, lists, caller, copies, submitted)
 
     def _load(self, plan: Plan, layers: Layers, items: Items) -> Receipt:
         """Copy on the stream beside the caller's, which begins where that has come to; scatter on the caller's."""
@@ -141,28 +141,44 @@ class Staged:
         copies = self._runtime.beside(caller)
         lists = self._lists(caller, items, "load")
         chunks = self._chunks(plan, layers, items, "load")
-        kernels = 0
         self._runtime.wait(copies, self._runtime.record(caller))
-        with self._joined(plan, caller, copies) as end:
-            for chunk in chunks:
-                self._runtime.wait(copies, self._free[chunk.half])
-                submit(self._runtime, copies, chunk.staging, chunk.host, chunk.nbytes, out_of_reach(plan))
-                self._runtime.wait(caller, self._runtime.record(copies))
-                kernels += self._relayout(plan, layers, "load", chunk, lists, caller)
-                self._free[chunk.half] = self._runtime.record(caller)
-        return self._receipt(plan, layers, len(items), chunks, kernels, lists, caller, end)
 
-    @contextmanager
-    def _joined(self, plan: Plan, caller: Stream, copies: Stream) -> Iterator[Mark]:
-        """The caller's stream goes on when copies are done; after a failure nothing touches the halves before that."""
-        with self._pending.until(self._runtime, caller, plan) as end:
-            try:
-                with self._pending.until(self._runtime, copies, plan) as copied:
-                    yield end
-                copied.hold(caller)
-            except BaseException:
-                self._free_after(caller, copies)
-                raise
+        def submitted(chunk: Chunk) -> int:
+            self._runtime.wait(copies, self._free[chunk.half])
+            submit(self._runtime, copies, chunk.staging, chunk.host, chunk.nbytes, out_of_reach(plan))
+            self._runtime.wait(caller, self._runtime.record(copies))
+            kernels = self._relayout(plan, layers, "load", chunk, lists, caller)
+            self._free[chunk.half] = self._runtime.record(caller)
+            return kernels
+
+        return self._submitted(plan, layers, items, chunks, lists, caller, copies, submitted)
+
+    def _submitted(
+        self,
+        plan: Plan,
+        layers: Layers,
+        items: Items,
+        chunks: list[Chunk],
+        lists: Placed,
+        caller: Stream,
+        copies: Stream,
+        submitted: Callable[[Chunk], int],
+    ) -> Receipt:
+        """Submit chunk after chunk; the caller's stream goes on when all of it is done, also after a failure."""
+        end, copied = self._pending.begin(self._runtime, plan, caller, copies)
+        try:
+            kernels = sum(map(submitted, chunks))
+            copied.hold(caller)
+        except BaseException:
+            self._free_after(caller, copies)
+            raise
+        finally:
+            end.ended = copied.ended = True
+            moved = end.event
+        _, nbytes = runs_and_bytes(plan, layers, len(items))
+        descriptors = sum(len(chunk.nbytes) for chunk in chunks)
+        done = completion(self._runtime, caller, lists, moved)
+        return Receipt("staged", nbytes, descriptors, kernels, lists.tell_uploads(), event=done)
 
     def _free_after(self, caller: Stream, copies: Stream) -> None:
         """Halves are free, and the caller goes on, after what was submitted. If even that fails, the host waits."""
@@ -173,22 +189,6 @@ class Staged:
         except BaseException:
             call_all(self._runtime.record(stream).synchronize for stream in (copies, caller))
             raise
-
-    def _receipt(
-        self,
-        plan: Plan,
-        layers: Layers,
-        count: int,
-        chunks: list[Chunk],
-        kernels: int,
-        lists: Placed,
-        caller: Stream,
-        end: Mark,
-    ) -> Receipt:
-        _, nbytes = runs_and_bytes(plan, layers, count)
-        descriptors = sum(len(chunk.nbytes) for chunk in chunks)
-        done = completion(self._runtime, caller, lists, end.event)
-        return Receipt("staged", nbytes, descriptors, kernels, lists.tell_uploads(), event=done)
 
     def _lists(self, stream: Stream, items: Items, direction: str) -> Placed:
         """The device's in device memory; the host's too where a backup may have to be rescued."""

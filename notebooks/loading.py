@@ -52,6 +52,13 @@ def fastest_of_rows(rows: Sequence[Content], ways: Sequence[Way]) -> list[tuple[
     return found
 
 
+def all_first_is_faster(best: Sequence[tuple[Content, Way, Way, float]]) -> str:
+    """In how many rows of `fastest_of_rows`, and how long their prefixes are at most."""
+    behind = [row["prefix_tokens"] for row, *_, gain in best if gain < 0]
+    reach = f", with prefixes of {max(behind):,} tokens at most" if behind else ""
+    return f"rows in which all first is faster than by layer: {len(behind)} of {len(best)}{reach}"
+
+
 def pays_from(served: Served) -> str:
     """Tokens of a prefix from which on loading it is faster than computing it; `≤` where none shorter was tried."""
     if served.break_even is None:

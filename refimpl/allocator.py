@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import warnings
 from collections import Counter, deque
 from collections.abc import Iterator
 from operator import index
@@ -175,11 +174,24 @@ def _read_only(array: np.ndarray) -> np.ndarray:
     return view
 
 
+class Booking:
+    """`nbytes` of a budget, until they are given back."""
+
+    def __init__(self, owner: str, nbytes: int, returned: deque[Booking]) -> None:
+        self.owner, self.nbytes, self.given_back = owner, nbytes, False
+        self._returned = returned
+
+    def give_back(self) -> None:
+        """Calling it again does nothing."""
+        self.given_back = True
+        self._returned.append(self)
+
+
 class Budget:
     """Bytes that all pools of a stack share, booked as they are taken so that two pools cannot both have the last.
 
-    Safe to call from several threads. What is released goes into a queue, without a lock: a pool that is forgotten
-    releases its bytes whenever the garbage collector runs, and that may be while this thread is booking.
+    Safe to call from several threads. What is given back goes into a queue, without a lock: a pool that is forgotten
+    gives its bytes back whenever the garbage collector runs, and that may be while this thread is booking.
     """
 
     def __init__(self, total: int) -> None:
@@ -187,8 +199,8 @@ class Budget:
             raise ValueError(f"a budget is a whole number of bytes, got {total!r}")
         self.total = total
         self._lock = threading.RLock()
-        self._booked: Counter[str] = Counter()
-        self._released: deque[tuple[str, int]] = deque()
+        self._booked: set[Booking] = set()
+        self._returned: deque[Booking] = deque()
 
     @classmethod
     def of_this_machine(
@@ -206,30 +218,26 @@ class Budget:
     @property
     def available(self) -> int:
         with self._lock:
-            while self._released:
-                owner, nbytes = self._released.popleft()
-                if nbytes > self._booked[owner]:  # whoever asks now need not be who did it
-                    booked = f"and had booked {self._booked[owner]:,}: release what was booked, once"
-                    warnings.warn(f"{owner} released {nbytes:,} bytes {booked}", RuntimeWarning, stacklevel=2)
-                    continue
-                self._booked[owner] -= nbytes
-            return self.total - self._booked.total()
+            while self._returned:
+                self._booked.discard(self._returned.popleft())
+            return self.total - sum(booking.nbytes for booking in self._booked)
 
-    def book(self, owner: str, nbytes: int) -> None:
+    def book(self, owner: str, nbytes: int) -> Booking:
         """Take bytes for `owner`, or raise `MemoryError` and take nothing."""
         if not is_int(nbytes) or nbytes < 0:
             raise ValueError(f"a whole number of bytes is booked, got {nbytes!r}")
         with self._lock:
             if nbytes > self.available:
+                booked: Counter[str] = Counter()
+                for booking in self._booked:
+                    booked[booking.owner] += booking.nbytes
                 raise MemoryError(
                     f"{owner} needs {nbytes:,} bytes, {self.available:,} of the budget of {self.total:,} are left "
-                    f"(booked: {dict(+self._booked) or 'nothing'})"
+                    f"(booked: {dict(+booked) or 'nothing'})"
                 )
-            self._booked[owner] += nbytes
-
-    def release(self, owner: str, nbytes: int) -> None:
-        """Give back what was booked. More than that is left out: a warning tells when the budget is next asked."""
-        self._released.append((owner, nbytes))
+            taken = Booking(owner, nbytes, self._returned)
+            self._booked.add(taken)
+            return taken
 
 
 def require_budget(budget: Budget, owner: str) -> None:

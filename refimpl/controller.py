@@ -7,7 +7,8 @@ layer by layer over all pools, and `wait_until` lets the model's stream wait for
 overwrites in place have a stream of their own, since the caller's goes on only when they were read. How operations are
 queued, and what is locked meanwhile, is in `queueing.py`.
 
-On a CPU the work is queued too, and runs when somebody waits for it: `acknowledge(wait=True)`.
+On a CPU the work is queued too, and runs when somebody waits for it: `acknowledge(wait=True)`. What a caller computes
+there is in no queue, so where his stream would wait (`wait_until`; states that he overwrites), he does.
 
 Steps and rules of upstream's `srt/managers/cache_controller.py` and `srt/mem_cache/l2_transfer.py`.
 """
@@ -56,6 +57,7 @@ class Controller(Queues):
         self.fences = {"backup": write_fence, "load": load_fence}
         self._streams = {name: self.runtime.stream() for name in (*DIRECTIONS, "states")}
         self._in_flight: dict[str, deque[Batch]] = {direction: deque() for direction in DIRECTIONS}
+        self._dropped: list[Batch] = []
         self._told: list[Ack] = []  # by the next acknowledgement
 
     # ---- submitting
@@ -65,8 +67,7 @@ class Controller(Queues):
 
         A backup of device slots for which a load is queued that must come first stays in the queue.
         """
-        batches = self._batches("backup")
-        with self._submitting(batches):
+        with self._submitting("backup") as batches:
             states, others = list[tuple[Batch, str]](), list[tuple[Batch, str]]()
             for batch in batches:
                 for name in batch.names():
@@ -91,12 +92,12 @@ class Controller(Queues):
             return None
         producer = self.layers.produce()
         while self._ready("load") < len(self._queued["load"]):
-            with self._submitting(batches := self._batches("load"), producer):
+            with self._submitting("load", producer) as batches:
                 for batch in batches:
                     for name in batch.names():
                         self._move(batch, name)
             self.start_writing()
-        with self._submitting(batches := self._batches("load"), producer):
+        with self._submitting("load", producer) as batches:
             for layer in range(self.layers.layers):
                 self._load_layer(batches, layer, producer)
         return producer
@@ -117,15 +118,22 @@ class Controller(Queues):
         self.layers.record(producer, stream)
 
     @contextmanager
-    def _submitting(self, batches: Sequence[Batch], producer: int | None = None) -> Iterator[None]:
-        """From now on they are under way, whatever happens, and at the end there is an event to wait for."""
+    def _submitting(self, direction: str, producer: int | None = None) -> Iterator[list[Batch]]:
+        """From now on they are under way, whatever happens, and at the end there is an event to wait for.
+
+        Interrupts come where something is called or repeated; they find every operation in the queue or under way.
+        """
+        batches = self._batches(direction)
+        for batch in batches:
+            batch.producer = producer
+        count = sum(len(batch.operations) for batch in batches)
+        queued, flights = self._queued[direction], self._in_flight[direction]
         try:
-            for batch in batches:
-                batch.producer = producer
-                self._in_flight[batch.direction].append(batch)
+            flights += batches
+            del queued[:count]  # nothing is called between these two
             for batch in batches:
                 batch.attempt(partial(self._begin, batch))
-            yield
+            yield batches
         finally:
             for batch in batches:
                 batch.attempt(partial(self._end, batch), even_so=True)
@@ -247,11 +255,16 @@ class Controller(Queues):
         Their slots are no longer locked. What a failed one had allocated is free again. To wait for what a hook holds
         is to wait for ever: an emulated device raises `Stuck`, and nothing has ended.
         """
-        while batch := self._next_to_settle(wait):
-            self._told += self._settle(batch)
-            self._in_flight[batch.direction].popleft()
+        self._settle_all(wait)
         acks, self._told = self._told, []
         return acks
+
+    def _settle_all(self, wait: bool) -> None:
+        """An interrupt leaves the rest to the next time."""
+        self._tell_dropped()
+        while batch := self._next_to_settle(wait):
+            self._settle(batch)
+            self._in_flight[batch.direction].popleft()
 
     def _next_to_settle(self, wait: bool) -> Batch | None:
         """The oldest of a direction that has arrived, or is to be waited for; after what was to bring its source."""
@@ -276,7 +289,14 @@ class Controller(Queues):
         """Every byte is where it belongs, and visible; or not even an event could be recorded."""
         return batch.finished is None or batch.finished.query()
 
-    def _settle(self, batch: Batch) -> list[Ack]:
+    def _settle(self, batch: Batch) -> None:
+        if not batch.concluded:
+            self._conclude(batch)
+            batch.concluded = True
+        self._tell(batch)
+
+    def _conclude(self, batch: Batch) -> None:
+        """How it has ended: that is the same for all of its operations, whenever they are told."""
         self._await(batch)
         for verdict in batch.verdicts:
             batch.judge(verdict)
@@ -288,10 +308,15 @@ class Controller(Queues):
         batch.attempt(partial(self.hooks.reached, f"{batch.direction} acknowledge"))
         if batch.error and batch.producer is not None:
             self.layers.fail(batch.producer, batch.error)
-        seconds = 0.0
         if batch.begun and batch.finished and not batch.error:
-            seconds = self.runtime.seconds(batch.begun, batch.finished)
-        return [self._ended(operation, batch, seconds) for operation in batch.operations]
+            batch.seconds = self.runtime.seconds(batch.begun, batch.finished)
+
+    def _tell(self, batch: Batch) -> None:
+        while batch.operations:
+            operation = batch.operations[0]
+            operation.ack = self._ended(operation, batch)
+            self._told += [operation.ack]
+            del batch.operations[0]  # nothing is called between these two: it is told once, wherever interrupts come
 
     def _await(self, batch: Batch) -> None:
         """Until nothing of it is under way, whatever fails meanwhile: its slots go to others next."""
@@ -323,15 +348,16 @@ class Controller(Queues):
         spec = self.host.pools[t.name].spec
         return count(t) // spec.page_size * spec.page_bytes
 
-    def _ended(self, operation: Operation, batch: Batch, seconds: float) -> Ack:
+    def _ended(self, operation: Operation, batch: Batch) -> Ack:
+        """Give back what it has. After an interrupt: what is left of that."""
         if batch.error:
             self._give_back(operation.taken)
-        call_all(partial(allocator.unlock, slots) for allocator, slots in self._locks(operation).values())
+        call_all(lock.undo for lock in operation.locks)
         if batch.error:
-            return Ack(operation.tag, batch.direction, {}, {}, seconds, batch.error)
+            return Ack(operation.tag, batch.direction, {}, {}, batch.seconds, batch.error)
         tokens = {t.name: count(t) for t in operation.transfers}
         nbytes = {t.name: self._bytes(t) for t in operation.transfers}
-        return Ack(operation.tag, batch.direction, tokens, nbytes, seconds, receipts=batch.receipts)
+        return Ack(operation.tag, batch.direction, tokens, nbytes, batch.seconds, receipts=batch.receipts)
 
     # ---- life
 
@@ -342,9 +368,15 @@ class Controller(Queues):
         """
         if operation not in self._queued[operation.direction]:
             raise ValueError(f"{operation.tag!r} is not queued: it was submitted or dropped, and cannot be taken back")
-        self._queued[operation.direction].remove(operation)
         error = Dropped(f"{operation.direction} {operation.tag!r} was dropped before it was submitted")
-        self._told.append(self._ended(operation, Batch(operation.direction, error=error), 0.0))
+        self._dropped += [Batch(operation.direction, [operation], error=error)]
+        self._queued[operation.direction].remove(operation)  # nothing else is called between these two
+        self._tell_dropped()
+
+    def _tell_dropped(self) -> None:
+        while self._dropped:
+            self._tell(self._dropped[0])
+            del self._dropped[0]
 
     def close(self) -> None:
         """Release what hooks hold, drop what is queued, wait for what is under way. Idempotent; the pools stay open.
@@ -354,7 +386,7 @@ class Controller(Queues):
         self.hooks.release()
         for operation in [o for queued in self._queued.values() for o in queued]:
             self.drop(operation)
-        self._told = self.acknowledge(wait=True)
+        self._settle_all(wait=True)
 
     def __enter__(self) -> Controller:
         return self

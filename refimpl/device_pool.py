@@ -192,6 +192,10 @@ def _require_rows(what: str, c: Component, tensor: torch.Tensor) -> None:
         raise TypeError(f"{what}: a buffer must be a tensor (torch.as_tensor makes one), got {tensor!r:.80}")
     if tensor.layout != torch.strided:
         raise ValueError(f"{what}: a buffer must be dense (to_dense() makes it so), got {tensor.layout}")
+    if tensor.is_conj() or tensor.is_neg():
+        raise ValueError(
+            f"{what}: a buffer must hold its values as they are (resolve_conj() and resolve_neg() see to it)"
+        )
     if tuple(tensor.shape[1:]) != row_shape(c):
         raise ValueError(f"{what}: rows must be {row_shape(c)}, got a buffer of shape {tuple(tensor.shape)}")
     if tensor.dtype.itemsize != c.dtype.itemsize:

@@ -25,6 +25,7 @@ from refimpl.runtime import BATCHED, STREAMS, Event, Stream, Stuck, require_here
 
 POISON = 0xDB
 ALIGNMENT = 256  # of device memory
+CALLERS: Stream = "default"  # the stream that is current where nobody has chosen another
 
 Launcher = Callable[[str, int, int, np.ndarray], None]
 
@@ -82,7 +83,7 @@ class QueueRuntime:
     # ---- streams
 
     def current(self) -> Stream:
-        return getattr(self._here, "stream", "default")
+        return getattr(self._here, "stream", CALLERS)
 
     @contextmanager
     def on(self, stream: Stream) -> Iterator[None]:
@@ -118,7 +119,7 @@ class QueueRuntime:
         self.submit(lambda: time.sleep(seconds), stream)
 
     def batchable(self, stream: Stream) -> bool:
-        return stream != "default"
+        return stream != CALLERS
 
     def submit(self, what: Callable[[], object], stream: Stream = None, after: QueuedEvent | None = None) -> None:
         """Queue anything, as a user's own kernel would be."""
@@ -176,6 +177,8 @@ class QueueRuntime:
         return copy
 
     def joined(self, lists: Sequence[torch.Tensor]) -> torch.Tensor:
+        if len({self.holds(indices) for indices in lists}) > 1:
+            raise RuntimeError(f"expected all lists to be on the same device, not all {len(lists)} are on {self.name}")
         count = sum(map(torch.Tensor.numel, lists))
         return self.found(lambda: torch.cat([indices.to(torch.int64) for indices in lists]), count)
 
@@ -260,6 +263,15 @@ class HostQueue(QueueRuntime):
 
     def issue(self, stream: Stream, call: Callable[[], object]) -> None:
         self.submit(call, stream)
+
+
+class WaitingHost(HostQueue):
+    """For a caller whose own work is in no queue, since it is done at once: where his stream is to wait, he does."""
+
+    def wait(self, stream: Stream, event: Event) -> None:
+        super().wait(stream, event)
+        if stream == CALLERS:
+            self.record(stream).synchronize()
 
 
 def _no_kernels(kernel: str, blocks: int, threads: int, arguments: np.ndarray) -> None:

@@ -7,7 +7,9 @@ some of these tables empty, missing or wrong outside `layer_first`.)
 from __future__ import annotations
 
 import math
+import operator
 from itertools import product
+from typing import SupportsIndex
 
 import torch
 
@@ -37,8 +39,9 @@ class HostBuffers:
         self.storage: list[tuple[Buffer, list[torch.Tensor]]] = []
         self._blocks: list[Block] = []
         try:
-            for buffer in buffers(spec, layout, num_pages):
-                self.storage.append((buffer, self._tensors(buffer, memory, registration_limit)))
+            with torch.inference_mode(False):  # whichever mode this is, pages are written in any
+                for buffer in buffers(spec, layout, num_pages):
+                    self.storage.append((buffer, self._tensors(buffer, memory, registration_limit)))
         except BaseException:
             self.close()
             raise
@@ -58,8 +61,10 @@ class HostBuffers:
 
     def close(self) -> None:
         """Undo registrations and let go of the memory. Views that are still held stay readable. Idempotent."""
-        blocks, self._blocks, self.storage, self.closed = self._blocks, [], [], True
-        call_all(block.close for block in blocks)
+        call_all((*(block.close for block in self._blocks), self._drop))
+
+    def _drop(self) -> None:
+        self._blocks, self.storage, self.closed = [], [], True
 
     def require_open(self) -> None:
         """`ValueError` if it was closed."""
@@ -164,6 +169,7 @@ class HostBuffers:
         Page rows and states come as `[layer, *row]`, side states as `[*row]`.
         """
         self.require_open()
+        page = _number(page, "page")
         if not 0 <= page < self.num_pages:
             raise IndexError(f"pool {self.spec.name!r} has pages 0..{self.num_pages - 1}, there is no page {page}")
         return {c.name: self._page_of(c.name, page) for c in self.spec.components}
@@ -278,9 +284,16 @@ class HostBuffers:
 
     def _page_at(self, index: int) -> int:
         self.require_open()
-        page, inside = divmod(index, self.page_size)
+        page, inside = divmod(_number(index, "first slot of a page"), self.page_size)
         if inside or not 0 <= page < self.num_pages:
             raise ValueError(
                 f"slot {index} begins none of the {self.num_pages} pages of {self.page_size} of pool {self.spec.name!r}"
             )
         return page
+
+
+def _number(given: SupportsIndex, what: str) -> int:
+    try:
+        return operator.index(given)
+    except TypeError:
+        raise TypeError(f"the {what} is a whole number, got {given!r:.80}") from None

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import threading
+import time
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import cache, partial
+from collections.abc import Callable
+from functools import partial
 
 import torch
 
-from refimpl.allocator import Budget, PageAllocator, require_budget
+from refimpl.allocator import Booking, Budget, PageAllocator, require_budget
 from refimpl.backends import registry
 from refimpl.backends.protocol import Setup
 from refimpl.device_pool import DevicePool, byte_range
@@ -26,7 +26,9 @@ from refimpl.support import BACKENDS, MEMORY, UnsupportedPairing, capabilities, 
 from refimpl.teardown import call_all
 from refimpl.transfer import Transfer
 
-LOOKS_AGAIN_S = 0.05  # whoever closes a pool, in case that an interrupt has kept others from telling that they are done
+LOOKS_AGAIN_S = 0.001  # whoever closes a pool, for others that submit something: interrupts keep them from telling
+
+ENDLESS = 1 << 100  # bytes, for who has no budget
 
 # Of options that are numbers: the least and the most.
 BOUNDS = {"staging_pages": (2, 1 << 32), "blocks": (1, 1024), "registration_limit": (1, 1 << 62)}
@@ -79,23 +81,24 @@ class HostPool(HostBuffers):
                 )
         platform = settled(platform)
         self.backend, self.profile, self.platform = backend, profile, platform
-        # Who submits something now, once for each time, and who closes the pool: threads.
-        self._users, self._users_changed = list[tuple[int, object]](), threading.Condition()
-        self._closing, self._closers = False, list[int]()
+        # Who submits something now, once for each time: threads, with the pool (this one, or a rank of it).
+        self.users: list[tuple[int, HostPool, object]] = []
+        self._closing, self._one_closes = False, threading.RLock()
         # For each device pool, plans by kind of item and the addresses that they were made for.
         self._plans: weakref.WeakKeyDictionary[DevicePool, dict[bool, tuple[tuple[int, ...], Plan]]]
         self._plans = weakref.WeakKeyDictionary()
-        self._staging: list[int] = []
-        bookings: list[Callable[[], None]] = []
-        self._give_back = weakref.finalize(self, call_all, bookings)
-        book = partial(_book, bookings, spec.name)
+        budget, device_budget = (Budget(ENDLESS) if b is None else b for b in (budget, device_budget))
+        for given in (budget, device_budget):
+            require_budget(given, f"pool {spec.name!r}")
+        self._staging: list[Booking] = []
+        self._bookings = [budget.book(spec.name, num_pages * spec.page_bytes)]
+        forgotten = weakref.finalize(self, _give_back, self._bookings, self._staging)
         try:
-            book(budget, num_pages * spec.page_bytes)
-            book_staging = partial(_noted, self._staging, partial(book, device_budget))
+            book_staging = partial(_booked, self._staging, device_budget, spec.name)
             setup = Setup(spec, layout, num_pages, platform, staging_pages, blocks, book_staging)
             self._acquire(setup, memory, registration_limit)
         except BaseException:
-            self._give_back()
+            forgotten()
             raise
         self.can_use_jit, self.can_use_write_back_jit = capabilities(spec, layout, platform, profile).values()
         self._slots = PageAllocator(num_pages, spec.page_size)
@@ -109,7 +112,7 @@ class HostPool(HostBuffers):
             raise UnsupportedPairing(
                 f"pool {spec.name!r} with layout {layout!r} and backend {self.backend!r}: {missing}"
             ) from missing
-        self._finish = weakref.finalize(self, self._mover.close)
+        weakref.finalize(self, self._mover.close)
         pinned = platform_of(self.platform) == "cuda" and "cpu" not in BACKENDS[self.backend]
         if memory is None:
             memory = HostMemory(CudaRegistrar(self.platform) if pinned else None)
@@ -122,7 +125,7 @@ class HostPool(HostBuffers):
     @property
     def staging_bytes(self) -> int:
         """Bytes of device memory that the backend holds for staging."""
-        return sum(self._staging)
+        return sum(booking.nbytes for booking in self._staging if not booking.given_back)
 
     # ---- slots
 
@@ -245,7 +248,7 @@ class HostPool(HostBuffers):
         plan = partial(self._plan, device, single_entries)
         if len(items) and self.spec.components:
             self._mover.place(items, direction)
-        return Transfer(self._mover, path, plan, items, direction, owned, self._in_use)
+        return Transfer(self, self._mover, path, plan, items, direction, owned)
 
     def backup_from_device_all_layer(
         self, device_pool: DevicePool, host_indices: Indices, device_indices: Indices, io_backend: str
@@ -262,7 +265,10 @@ class HostPool(HostBuffers):
         return self.load(device_pool, host_indices, device_indices, layer_id)
 
     def _plan(self, device: DevicePool, single_entries: bool) -> Plan:
-        """Made anew when the device's buffers do not lie where they lay: an engine may have moved them."""
+        """Made anew when the device's buffers do not lie where they lay: an engine may move them between transfers.
+
+        Not while one is under way: what it reads or writes would be somebody else's memory by then.
+        """
         self.require_open()
         plans, addresses = self._plans.setdefault(device, {}), device.addresses()
         if single_entries not in plans or plans[single_entries][0] != addresses:
@@ -285,31 +291,35 @@ class HostPool(HostBuffers):
     def close(self) -> None:
         """Wait for copies under way, undo registrations, let go of the memory, give the budget back. Idempotent.
 
-        `RuntimeError` inside a transfer of this thread (in a signal handler, say), which it would wait for. A signal
-        handler that interrupts the closing returns, and the closing goes on.
+        Whoever closes it returns when it is closed. An interrupt leaves it closed to transfers: close it again. Within
+        a closing of the same thread (in a signal handler, say) the outer one goes on afterwards.
+
+        `RuntimeError` inside a transfer of this thread (in a signal handler, say), which it would wait for.
         """
         me = threading.get_ident()
-        if any(thread == me for thread, _ in self._users):
+        if any(thread == me for thread, _, _ in self._uses()):
             raise RuntimeError(
                 f"pool {self.spec.name!r} is closed inside a transfer that this thread submits, and would wait for "
                 "itself: close it afterwards (a signal handler sets a flag), or in another thread"
             )
-        if me in self._closers:
-            return
-        try:
-            self._closers.append(me)
-            self._closing = True
-            with self._users_changed:
-                while self._users:
-                    self._users_changed.wait(LOOKS_AGAIN_S)
+        self._closing = True
+        while self._uses():
+            time.sleep(LOOKS_AGAIN_S)
+        with self._one_closes:
             call_all(self._ends())
-        finally:
-            if me in self._closers:
-                self._closers.remove(me)
+
+    def require_open(self) -> None:
+        """`ValueError` if it was closed, or somebody is about to."""
+        if self._closing:
+            raise ValueError(f"pool {self.spec.name!r} is closed")
+
+    def _uses(self) -> list[tuple[int, HostPool, object]]:
+        """Transfers that are being submitted."""
+        return list(self.users)
 
     def _ends(self) -> tuple[Callable[[], object], ...]:
-        """The backend by itself: a finalizer runs once, and whoever closes waits. A plan keeps the memory alive."""
-        return self._mover.close, self._finish, super().close, self._plans.clear, self._give_back
+        """What closing is, in order. Each part can be called again, for an interrupt ends a closing anywhere."""
+        return self._mover.close, super().close, self._plans.clear, partial(_give_back, self._bookings, self._staging)
 
     destroy = close
 
@@ -326,39 +336,16 @@ class HostPool(HostBuffers):
             self.close()
             raise ValueError(f"pool {self.spec.name!r}: backend {self.backend!r} needs pinned memory on a GPU")
 
-    @contextmanager
-    def _in_use(self) -> Iterator[None]:
-        """While something is submitted: another thread that closes the pool waits until it can be waited for."""
-        me = threading.get_ident(), object()
-        try:  # without a lock: an interrupt may come between any two calls
-            self._users.append(me)
-            if self._closing:
-                raise ValueError(f"pool {self.spec.name!r} is closed")
-            yield
-        finally:
-            if me in self._users:
-                self._users.remove(me)
-            if self._closing:
-                with self._users_changed:
-                    self._users_changed.notify_all()
-
     def _require_backend(self, io_backend: str) -> None:
         if io_backend != self.backend:
             raise ValueError(f"pool {self.spec.name!r} was built for backend {self.backend!r}, got {io_backend!r}")
 
 
-def _book(bookings: list[Callable[[], None]], owner: str, budget: Budget | None, nbytes: int) -> Callable[[], None]:
-    """Book bytes; returns what gives them back, the first time that it is called."""
-    if budget is None:
-        return lambda: None
-    require_budget(budget, f"pool {owner!r}")
-    budget.book(owner, nbytes)
-    bookings.append(cache(partial(budget.release, owner, nbytes)))
-    return bookings[-1]
+def _booked(bookings: list[Booking], budget: Budget, owner: str, nbytes: int) -> Callable[[], None]:
+    """Book bytes, one booking more; returns what gives them back."""
+    bookings.append(budget.book(owner, nbytes))
+    return bookings[-1].give_back
 
 
-def _noted(held: list[int], book: Callable[[int], Callable[[], None]], nbytes: int) -> Callable[[], None]:
-    """Book bytes and keep a note of them in `held` until they are given back."""
-    give_back = book(nbytes)
-    held.append(nbytes)
-    return cache(partial(call_all, (partial(held.remove, nbytes), give_back)))
+def _give_back(*bookings: list[Booking]) -> None:
+    call_all(booking.give_back for some in bookings for booking in some)

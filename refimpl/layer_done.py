@@ -23,7 +23,7 @@ class LayerDone:
     def __init__(self, runtime: Runtime, layers: int) -> None:
         self._runtime, self.layers = runtime, layers
         self._sets: list[list[Event]] = [[] for _ in range(SETS)]
-        self._failed = [""] * SETS
+        self._failed: dict[int, str] = {}  # for good, since nobody says who is still to wait: a line for each failure
         self._produced = 0
         self._consumer: int | None = None
 
@@ -33,7 +33,7 @@ class LayerDone:
         events = self._sets[producer % SETS]
         if events and not events[-1].query():
             raise RuntimeError(f"{SETS} loads are under way: wait until the oldest has arrived (acknowledge)")
-        self._sets[producer % SETS], self._failed[producer % SETS] = [], ""
+        self._sets[producer % SETS] = []
         self._produced += 1
         return producer
 
@@ -43,13 +43,12 @@ class LayerDone:
 
     def fail(self, producer: int, error: BaseException) -> None:
         """Only its text is kept: an exception keeps whatever was at work when it was raised."""
-        if not self._over(producer):
-            self._failed[producer % SETS] = str(error) or type(error).__name__
+        self._failed[producer] = str(error) or type(error).__name__
 
     def set_consumer(self, producer: int | None) -> None:
         """The load that the next forward pass depends on; None: it reads nothing that is being loaded."""
-        if producer is not None and not 0 <= producer < self._produced:
-            raise ValueError(f"there is no load {producer}: {self._produced} have begun")
+        if producer is not None and not (is_int(producer) and 0 <= producer < self._produced):
+            raise ValueError(f"there is no load {producer!r}: {self._produced} have begun")
         self._consumer = producer
 
     def wait_until(self, layer: int) -> None:
@@ -58,10 +57,12 @@ class LayerDone:
         Raises `ValueError` for a layer that there is not, `RuntimeError` for a load that has failed.
         """
         self.require(layer)
-        if self._consumer is None or self._over(self._consumer):
+        if self._consumer is None:
             return
-        if failure := self._failed[self._consumer % SETS]:
+        if failure := self._failed.get(self._consumer):
             raise RuntimeError(f"layer {layer} will not arrive, its load has failed: {failure}")
+        if self._over(self._consumer):
+            return
         events = self._sets[self._consumer % SETS]
         if layer >= len(events):
             raise RuntimeError(f"layer {layer} is not on its way: its load has not been submitted")

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from refimpl.allocator import PageAllocator
 from refimpl.pool_group import PoolTransfer
 from refimpl.receipt import Receipt
 from refimpl.runtime import Event
@@ -24,6 +25,39 @@ class Dropped(RuntimeError):
 
 
 @dataclass(eq=False)
+class Lock:
+    """Slots that nobody gets meanwhile. It is set once and undone once, wherever an interrupt comes.
+
+    Whether that came before or after the allocator had done it only the allocator knows: its first page tells.
+    """
+
+    allocator: PageAllocator
+    slots: torch.Tensor
+    held: bool = False
+
+    def set(self) -> None:
+        self._change(self.allocator.lock, True)
+
+    def undo(self) -> None:
+        if self.held:
+            self._change(self.allocator.unlock, False)
+
+    def _change(self, change: Callable[[torch.Tensor], None], held: bool) -> None:
+        before = self._times()
+        try:
+            change(self.slots)
+            self.held = held
+        except BaseException:
+            if self._times() != before:
+                self.held = held
+            raise
+
+    def _times(self) -> int:
+        pages = self.slots[:1].numpy() // self.allocator.page_size
+        return int(self.allocator.locks.take(pages, mode="clip").sum())  # a page outside is for the allocator to refuse
+
+
+@dataclass(eq=False)
 class Operation:
     """What one call of `write` or `load` asked for; its lists are copies, so the caller may drop or change his.
 
@@ -31,7 +65,9 @@ class Operation:
     taken     slots that were allocated for it, by side and pool: they are freed if it fails
     number    of operations in the order in which they were queued
     touched   pages that it reads or writes
-    places    by pool, whether its lists (host, device) lie on the device; None where there is no list yet
+    places    by pool, whether its lists (host, device) lie on the device when they are used; None where there is none
+    locks     on its slots, until it has ended
+    ack       how it has ended, once that is told
     listed    passed when lists that lie on the device are as they were when the operation was queued
     """
 
@@ -43,6 +79,8 @@ class Operation:
     touched: Touched = field(default_factory=dict)
     places: Places = field(default_factory=dict)
     listed: Event | None = None
+    locks: list[Lock] = field(default_factory=list)
+    ack: Ack | None = None
 
     def host_indices(self, name: str) -> torch.Tensor | None:
         return self.transfer(name).host_indices
@@ -89,6 +127,7 @@ class Batch:
                be, where the host does not know the slots: better a backup too few than one of what never came
     looked_up  slots of windows that are looked up when the copy runs
     verdicts   raise what only the device knew
+    concluded  it is known how it has ended; `operations` are then those that are still to be told
     """
 
     direction: str
@@ -104,7 +143,9 @@ class Batch:
     kept: list[torch.Tensor | None] = field(default_factory=list)
     begun: Event | None = None
     finished: Event | None = None
+    seconds: float = 0.0
     error: BaseException | None = None
+    concluded: bool = False
 
     def add(self, operation: Operation) -> None:
         self.operations.append(operation)

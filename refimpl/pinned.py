@@ -43,7 +43,7 @@ class Block:
         self.chunks = chunks
         self._registrar = registrar
         self._first: list[Callable[[], None]] = []
-        self._undo = weakref.finalize(self, _close, self._first, registrar, chunks)
+        weakref.finalize(self, _close, self._first, registrar, chunks)
 
     def close_after(self, call: Callable[[], None]) -> None:
         """Call this before registrations are undone, however that comes about: it waits for whoever uses the memory."""
@@ -51,15 +51,16 @@ class Block:
 
     def forget(self, call: Callable[[], None]) -> None:
         """Undo one `close_after`, for somebody who uses the memory no longer."""
-        self._first.remove(call)
+        if call in self._first:
+            self._first.remove(call)
 
     def device_address(self, address: int, device: str) -> int | None:
         """The address under which a device reaches `address`, if it has one; the same one for pageable memory."""
         return self._registrar.device_address(address, device) if self._registrar else address
 
     def close(self) -> None:
-        """Undo every registration. Calling it again does nothing."""
-        self._undo()
+        """Undo every registration. Calling it again does what an interrupt has left."""
+        _close(self._first, self._registrar, self.chunks)
 
 
 class HostMemory:
@@ -82,16 +83,19 @@ class HostMemory:
         tensor = self.map(nbytes)
         if self.registrar is None or not nbytes:
             return Block(tensor, None, [])
-        chunks = list(chunk_ranges(tensor.data_ptr(), nbytes, piece_bytes, registration_limit))
-        done: list[tuple[int, int]] = []
+        begun: list[tuple[int, int]] = []
         try:
-            for address, size in chunks:
-                self.registrar.register(address, size)
-                done.append((address, size))
+            for chunk in chunk_ranges(tensor.data_ptr(), nbytes, piece_bytes, registration_limit):
+                begun.append(chunk)  # before: an interrupt comes right behind the call
+                try:
+                    self.registrar.register(*chunk)
+                except Exception:
+                    begun.pop()
+                    raise
+            return Block(tensor, self.registrar, begun)
         except BaseException:
-            _unregister(self.registrar, done)
+            _unregister(self.registrar, begun)
             raise
-        return Block(tensor, self.registrar, chunks)
 
     def map(self, nbytes: int) -> torch.Tensor:
         """Fresh zeroed memory; `MemoryError` where there is none. An override may take it from elsewhere."""
@@ -165,5 +169,12 @@ def _close(first: list[Callable[[], None]], registrar: Registrar | None, chunks:
 
 
 def _unregister(registrar: Registrar | None, chunks: list[tuple[int, int]]) -> None:
-    if registrar:
-        call_all(partial(registrar.unregister, address) for address, _ in reversed(chunks))
+    """The last one first. Each is taken off the list once it is undone, or cannot be."""
+    try:
+        while registrar and chunks:
+            registrar.unregister(chunks[-1][0])
+            chunks.pop()
+    except Exception:
+        chunks.pop()
+        _unregister(registrar, chunks)
+        raise

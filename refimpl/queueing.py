@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Protocol
 
 import torch
@@ -21,9 +20,8 @@ from refimpl.allocator import PageAllocator
 from refimpl.backends import registry
 from refimpl.device_pool import DevicePool
 from refimpl.hooks import Hooks
-from refimpl.host_pool import HostPool
 from refimpl.indices import check_pair
-from refimpl.operations import Batch, Operation, Touched, add_pages, opposite, overlap
+from refimpl.operations import Batch, Lock, Operation, Touched, add_pages, opposite, overlap
 from refimpl.pool_group import HostPoolGroup, PoolTransfer
 from refimpl.runtime import Runtime
 from refimpl.support import DIRECTIONS
@@ -31,7 +29,7 @@ from refimpl.teardown import call_all
 from refimpl.windows import Window, require_rows
 
 Reclaim = Callable[[str, int], object]  # called with a pool that is full, and the slots that it lacks
-Locks = dict[tuple[str, str, int], tuple[HostPool | PageAllocator, torch.Tensor]]  # by side, owner and list
+Locks = dict[tuple[str, str, int], Lock]  # by side, owner and list
 
 
 class Stack(Protocol):
@@ -175,12 +173,24 @@ class Queues:
         """Slots of a window as its table stands now, in order of the caller's stream if that lies on the device."""
         if not self.runtime.holds(window.full):  # of a list that does, the rows that are missing tell it later
             window.require_inside()
-        if self.runtime.holds(window.full) or self.runtime.holds(window.mapping):
+        if self._looked_up_there(window):
             return self.runtime.found(window.slots, window.numel())
         return window.slots()
 
+    def _looked_up_there(self, window: Window) -> bool:
+        """Whether its slots are found on the device. `ValueError` for a list there and a table that is not."""
+        full, mapping = self.runtime.holds(window.full), self.runtime.holds(window.mapping)
+        if full and not mapping:
+            raise ValueError(
+                f"a window's full slots lie on {self.runtime.name}, its mapping on {window.mapping.device}: a table is "
+                f"read where it lies; bring the slots there (full.cpu()), or keep the table on {self.runtime.name}"
+            )
+        return mapping
+
     def _holds(self, indices: torch.Tensor | Window | None) -> bool | None:
-        indices = indices.full if isinstance(indices, Window) else indices
+        """Whether a list lies on the device, or what a window is looked up in does."""
+        if isinstance(indices, Window):
+            return self._looked_up_there(indices)
         return None if indices is None else self.runtime.holds(indices)
 
     def _check(self, operation: Operation) -> None:
@@ -213,16 +223,16 @@ class Queues:
                 add_pages(touched, (side, owner), set((slots.numpy()[::unit] // unit).tolist()))
 
     def _lock(self, operation: Operation) -> None:
-        done: list[Callable[[], None]] = []
+        locks = self._locks(operation)
+        operation.locks = list(locks.values())
         try:
-            for (side, owner, _), (allocator, slots) in self._locks(operation).items():
+            for (side, owner, _), lock in locks.items():
                 try:
-                    allocator.lock(slots)
+                    lock.set()
                 except ValueError as wrong:
                     raise ValueError(f"pool {owner!r}: {side} {wrong}") from wrong
-                done.append(partial(allocator.unlock, slots))
         except BaseException:
-            call_all(done)
+            call_all(lock.undo for lock in operation.locks)
             raise
 
     def _locks(self, operation: Operation) -> Locks:
@@ -231,28 +241,29 @@ class Queues:
         for t in operation.transfers:
             owner, device = self.host.owner(t.name), t.device_indices
             if t.host_indices is not None and not self.runtime.holds(t.host_indices):
-                lists["host", owner, id(t.host_indices)] = self.host.pools[owner], t.host_indices
+                lists["host", owner, id(t.host_indices)] = Lock(self.host.pools[owner].allocator, t.host_indices)
             if owner not in self.stack.device_slots or not isinstance(device, torch.Tensor):
                 continue
             if not self.runtime.holds(device):
-                lists["device", owner, id(device)] = self.stack.device_slots[owner], device
+                lists["device", owner, id(device)] = Lock(self.stack.device_slots[owner], device)
         return lists
 
-    def _give_back(self, taken: Iterable[tuple[str, str, torch.Tensor]]) -> None:
-        """But for what was freed meanwhile."""
-        for side, name, slots in taken:
+    def _give_back(self, taken: list[tuple[str, str, torch.Tensor]]) -> None:
+        """But for what was freed meanwhile, and once: later the same slots may be somebody else's."""
+        while taken:
+            side, name, slots = taken[0]
             (self.host.pools[name] if side == "host" else self.stack.device_slots[name]).free_rest(slots)
+            del taken[0]
 
     # ---- what can be submitted
 
     def _batches(self, direction: str) -> list[Batch]:
-        return [] if self.hooks.held(f"{direction} submit") else self._merged(direction, self._take(direction))
+        """Of the operations at the head of a queue; they stay there."""
+        return [] if self.hooks.held(f"{direction} submit") else self._merged(direction, self._head(direction))
 
-    def _take(self, direction: str) -> list[Operation]:
+    def _head(self, direction: str) -> list[Operation]:
         """What is queued, up to the first that must come after something the other way that is queued still."""
-        queued, ready = self._queued[direction], self._ready(direction)
-        taken, self._queued[direction] = queued[:ready], queued[ready:]
-        return taken
+        return self._queued[direction][: self._ready(direction)]
 
     def _ready(self, direction: str) -> int:
         """How many at the head of a queue need not wait for what was queued before them, the other way."""

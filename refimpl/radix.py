@@ -36,7 +36,7 @@ from refimpl.controller import Controller
 from refimpl.geometry import is_int
 from refimpl.host_pool import HostPool
 from refimpl.indices import check, require_list
-from refimpl.operations import DESTINATION, Ack
+from refimpl.operations import DESTINATION, Ack, Operation
 from refimpl.pool_group import PoolTransfer
 
 # Policy -> times that a node is met before it is backed up; None: not before it is evicted.
@@ -148,6 +148,7 @@ class PrefixCache:
         if wrong:
             raise ValueError(f"windows {wrong}: there are windows of {self.rows}, of 0 tokens and more")
         self.early: list[Ack] = []  # backups that ended before a load of what they are of: nothing until that has ended
+        self._under_way: list[Operation] = []
         self._acks: list[Ack] = []  # for the next check
         self.root = Node(np.empty(0, np.int64))
         self.now = 0  # counts uses
@@ -370,6 +371,7 @@ class PrefixCache:
             node.ticket = ticket if operation else None
         if operation is None:
             return False
+        self._under_way.append(operation)
         found = {name: operation.host_indices(name) for name in missing}
         ticket.parts[node] = {name: slots for name, slots in found.items() if slots is not None}
         return True
@@ -412,6 +414,7 @@ class PrefixCache:
         if not self._usable(match) or _names(self._missing(match)) != _names(wanted):
             self.controller.drop(operation)  # to make room was to wait, and what comes before has failed meanwhile
             return False
+        self._under_way.append(operation)
         at = dict.fromkeys(names, 0)
         for node, slots in wanted.items():
             ticket.parts[node] = {}
@@ -467,14 +470,19 @@ class PrefixCache:
     def check(self, wait: bool = False) -> list[Ack]:
         """Take note of what has ended; `wait`: of everything that was submitted.
 
-        In order for each direction, but for backups of what was computed behind a load: they are told after it.
+        In order for each direction, but for backups of what was computed behind a load: they are told after it. Also
+        of its own operations whose acknowledgement somebody else was given, who asked the controller.
         """
         acks, self._acks = self._acks + self._noted(wait), []
         return acks
 
     def _noted(self, wait: bool) -> list[Ack]:
         """What has ended: loads first, since what failed to come is not saved, nor what was computed from it."""
-        acks, self.early = self.early + self.controller.acknowledge(wait), []
+        acks = self.controller.acknowledge(wait)
+        ended = [operation.ack for operation in self._under_way if operation.ack]
+        self._under_way = [operation for operation in self._under_way if not operation.ack]
+        asked_for = set(map(id, acks))
+        acks, self.early = [*self.early, *(ack for ack in ended if id(ack) not in asked_for), *acks], []
         told: list[Ack] = []
         for ack in sorted(acks, key=lambda ack: ack.direction == "backup"):
             if isinstance(ack.tag, Ticket):

@@ -8,9 +8,9 @@ Any other layout with heads works as well, in shorter runs.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from typing import NoReturn
 
 import torch
@@ -51,7 +51,7 @@ class RankPool(HostPool):
         if not is_int(rank) or not 0 <= rank < ranks:
             raise ValueError(f"there is no rank {rank!r} of {ranks}: they are numbered 0..{ranks - 1}")
         self.whole, self.rank = whole, rank
-        self._let_go: Callable[[], object] = lambda: None  # already now: what cannot be made is closed
+        self._leave: Callable[[], object] = lambda: None  # already now: what cannot be made is closed
         whole.require_open()
         super().__init__(
             spec,
@@ -65,13 +65,18 @@ class RankPool(HostPool):
             blocks=blocks,
         )
         self._slots = whole.allocator
+        self.users = whole.users
         shared = [*whole._memory()]
+        self._leave = partial(_leave, shared, self._mover.close)
+        weakref.finalize(self, self._leave)
         for block in shared:
             block.close_after(self._mover.close)
-        self._let_go = weakref.finalize(self, _let_go, shared, self._mover.close)
+
+    def _uses(self) -> list[tuple[int, HostPool, object]]:
+        return [use for use in super()._uses() if use[1] is self]
 
     def _ends(self) -> tuple[Callable[[], object], ...]:
-        return *super()._ends(), self._let_go
+        return *super()._ends(), self._leave
 
     def _tensors(self, buffer: Buffer, memory: HostMemory, limit: int | None) -> list[torch.Tensor]:
         """Views of the whole pool's."""
@@ -86,11 +91,6 @@ class RankPool(HostPool):
     def require_open(self) -> None:
         self.whole.require_open()
         super().require_open()
-
-    @contextmanager
-    def _in_use(self) -> Iterator[None]:
-        with self.whole._in_use(), super()._in_use():
-            yield
 
     @property
     def kv_buffer(self) -> torch.Tensor | list[torch.Tensor]:
@@ -107,7 +107,7 @@ class RankPool(HostPool):
         )
 
 
-def _let_go(shared: Iterable[Block], close: Callable[[], None]) -> None:
+def _leave(shared: Iterable[Block], close: Callable[[], None]) -> None:
     """Of memory that others use on."""
     close()
     for block in shared:

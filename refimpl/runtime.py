@@ -172,34 +172,20 @@ class Completion:
 
 
 class Mark:
-    """The event behind what is submitted to a stream inside; it has not passed before that ends.
-
-    If it cannot be recorded then, it is when somebody asks for it.
+    """The event behind work that is submitted to a stream. It has not passed before somebody says that it has ended.
 
     keep   memory that the work reads or writes, say: it is kept as long as the mark
-    begin  called with the mark, before anything is submitted
+    ended  whether all of the work is submitted, or nothing more of it will be
     """
 
-    def __init__(self, runtime: Runtime, stream: Stream, keep: object, begin: Callable[[Mark], None]) -> None:
-        self._runtime, self._stream, self._begin = runtime, stream, begin
-        self.keep = keep
-        self._left = False
+    def __init__(self, runtime: Runtime, stream: Stream, keep: object) -> None:
+        self._runtime, self._stream, self.keep = runtime, stream, keep
+        self.ended = False
         self._event: Event | None = None
-
-    def __enter__(self) -> Mark:
-        try:
-            self._begin(self)
-        except BaseException:  # an interrupt, say: nobody is going to leave
-            self._left = True
-            raise
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._left = True
-        self._event = self._runtime.record(self._stream)
 
     @property
     def event(self) -> Event:
+        """Recorded when it is first asked for: say so before other work is submitted."""
         if self._event is None:
             self._event = self._runtime.record(self._stream)
         return self._event
@@ -213,7 +199,7 @@ class Mark:
             raise
 
     def query(self) -> bool:
-        return self._left and self.event.query()
+        return self.ended and self.event.query()
 
     def synchronize(self) -> None:
         self.event.synchronize()
@@ -226,17 +212,22 @@ class Pending:
         self._work: deque[Mark] = deque()
         self._lock = threading.RLock()  # of a thread that waits already: a signal handler may close a pool
 
-    def until(self, runtime: Runtime, stream: Stream, keep: object) -> Mark:
-        """What is submitted to a stream inside is under way from its first call on: it is waited for, whatever fails.
+    def begin(self, runtime: Runtime, keep: object, *streams: Stream) -> list[Mark]:
+        """What is submitted to these streams from now on is under way: it is waited for, whatever fails.
 
-        `keep` is kept until it has passed and more work comes.
+        Whoever begins sets `ended` of the marks, in a `finally`, and there before any call: behind every call may come
+        an interrupt. `keep` is kept until the work has passed and more comes.
         """
-        return Mark(runtime, stream, keep, self._begin)
-
-    def _begin(self, mark: Mark) -> None:
-        with self._lock:
-            self._let_go()
-            self._work.append(mark)
+        marks = [Mark(runtime, stream, keep) for stream in streams]
+        try:
+            with self._lock:
+                self._let_go()
+                self._work.extend(marks)
+        except BaseException:  # nobody is going to end them
+            for mark in marks:
+                mark.ended = True
+            raise
+        return marks
 
     def wait(self) -> None:
         """Block until all of it is done. Whoever calls this waits, also when another thread does so already."""
@@ -244,7 +235,9 @@ class Pending:
             work = list(self._work)
         call_all(mark.synchronize for mark in work)
         with self._lock:
-            self._work = deque(mark for mark in self._work if mark not in work)
+            for mark in work:
+                if mark in self._work:  # mostly the first one
+                    self._work.remove(mark)
 
     def _let_go(self) -> None:
         """Of what has passed."""

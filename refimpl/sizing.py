@@ -16,6 +16,7 @@ with its padded size, pages times `P`, extra page included: the indexer has at l
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from fractions import Fraction
 from typing import Literal, get_args
 
 from refimpl.geometry import PoolSpec, require_whole
@@ -59,7 +60,8 @@ def pages_for_ratio(spec: PoolSpec, device_slots: int, ratio: float, rule: Rule 
     require_whole("device_slots", device_slots)
     require_ratio("ratio", ratio)
     if rule == "fit":
-        return int(device_slots * ratio) // spec.page_size
+        # As it is written: 100 × 1.16 is 116, and 115.99999999999999 in floating point.
+        return int(device_slots * Fraction(str(float(ratio)))) // spec.page_size
     if spec.family in _PAGES_FOR_RATIO:
         return _PAGES_FOR_RATIO[spec.family](device_slots, ratio, spec.page_size)
     return _padded(int(device_slots * ratio), spec.page_size)

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack
 
 
 def call_all(calls: Iterable[Callable[[], object]]) -> None:
-    """Call them in order. Raises what the last failing one raised, with the ones before as its context."""
-    with ExitStack() as last_first:
-        for call in reversed(list(calls)):
-            last_first.callback(call)
+    """Call them in order, also those behind one that fails. Raises what the last failing one raised.
+
+    An interrupt (no `Exception`) ends it there, for what comes next may rely on what was interrupted. So whoever is
+    interrupted calls again, and what can be interrupted can be called again.
+    """
+    rest = iter(tuple(calls))
+    try:
+        for call in rest:
+            call()
+    except Exception:
+        call_all(rest)
+        raise

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
 from operator import index
+from typing import TYPE_CHECKING
 
 from refimpl.backends.protocol import Backend
 from refimpl.geometry import NO_LAYER
@@ -12,12 +13,14 @@ from refimpl.indices import Items
 from refimpl.plan import Plan
 from refimpl.receipt import Receipt
 
+if TYPE_CHECKING:
+    from refimpl.host_pool import HostPool
+
 
 class Transfer:
     """Pages (or entries) on their way between a host and a device pool. It keeps the host pool alive, not open.
 
     plan   asked at every run: it fails once the pool is closed, and follows device buffers that were moved
-    using  entered for as long as a run takes: the pool does not close meanwhile
 
     Side states, which have no layer, come with the first run of a load, before any layer, and are written last by a
     backup.
@@ -25,16 +28,16 @@ class Transfer:
 
     def __init__(
         self,
+        pool: HostPool,
         backend: Backend,
         path: str,
         plan: Callable[[], Plan],
         items: Items,
         direction: str,
         layers: tuple[int, ...],
-        using: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self.path, self.direction, self.layers, self.items = path, direction, layers, items
-        self.backend, self.plan, self._using = backend, plan, using
+        self.backend, self.plan, self._pool = backend, plan, pool
         self._side_states_due = direction == "load"
         self._host_syncs = items.host_syncs  # those of the check, told by the first receipt
 
@@ -44,8 +47,13 @@ class Transfer:
         side_states  whether a load restores them now; None: if it has not yet
         """
         chosen = None if layers is None else _distinct(layers)
-        with self._using():
+        use, users = (threading.get_ident(), self._pool, object()), self._pool.users
+        try:  # no call comes between the two, or behind the run: an interrupt may come behind any
+            users.append(use)
             return self._run(self.plan(), chosen, side_states)
+        finally:
+            if use in users:
+                users.remove(use)
 
     def _run(self, plan: Plan, layers: tuple[int, ...] | None, side_states: bool | None) -> Receipt:
         if self.direction == "backup" and layers is not None:
@@ -73,6 +81,8 @@ class Transfer:
 
 def _distinct(layers: Iterable[int]) -> tuple[int, ...]:
     """Model layers as plain numbers, each once, in the order asked for."""
+    if not isinstance(layers, Iterable):
+        raise TypeError(f"layers are several, or None for all; got {layers!r:.80}, ({layers!r:.80},) names one")
     numbers = []
     for layer in layers:
         try:

@@ -11,7 +11,7 @@ from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import NoReturn
 
-UNITS = {"": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
 class Parser(argparse.ArgumentParser):
@@ -103,12 +103,13 @@ def file(text: str) -> Path:
 
 
 def nbytes(text: str) -> int:
-    """A size in bytes.
+    """A size in bytes. Units are known in any case.
 
     >>> [nbytes(text) for text in ("4096", "16KiB", "2 MB")]
     [4096, 16384, 2000000]
     """
+    factors = {"": 1} | {unit.upper(): factor for unit, factor in UNITS.items()}
     found = re.fullmatch(r"(\d+)\s*([a-z]*)", text.strip(), re.IGNORECASE)
-    if not found or found[2].upper() not in UNITS or not int(found[1]):
-        raise argparse.ArgumentTypeError(f"must be a size such as 16MiB, got {text!r}")
-    return int(found[1]) * UNITS[found[2].upper()]
+    if not found or found[2].upper() not in factors or not int(found[1]):
+        raise argparse.ArgumentTypeError(f"must be a size such as 16MiB, in bytes or {listed(UNITS)}, got {text!r}")
+    return int(found[1]) * factors[found[2].upper()]

@@ -18,7 +18,7 @@ import torch
 
 from refimpl.assembler import build_stack
 from refimpl.controller import Controller
-from refimpl.emulated import QueueRuntime
+from refimpl.emulated import HostQueue, QueueRuntime
 from refimpl.hooks import Hooks
 from refimpl.indices import slots_of
 from refimpl.invariants import require_invariants
@@ -125,7 +125,8 @@ class Serving:
 
     def open(self) -> None:
         self.hooks, self.producer = Hooks(), None
-        self.controller = Controller(self.stack, self.hooks)
+        steps = HostQueue() if self.stack.platform == "cpu" else None  # what it computes is queued too
+        self.controller = Controller(self.stack, self.hooks, runtime=steps)
         self.runtime = self.controller.runtime
         self.cache = _Counting(self.counts, self.controller, self.policy, self.windows)
         self.states = [n for n in self.owners if any(c.unit == "slot" for c in self.stack.specs[n].components)]

@@ -492,8 +492,15 @@ evidence = {
     "kernel": span("kernel", lambda row: targets.shortest_run(row) >= 256),
 }
 said = {key: f"{spread(values)} % of the ceiling in {len(values)} rows" for key, values in evidence.items()}
-ratios = [one.ratio for one in full]
-near_share = sum(ratio >= targets.AUTO_NEAR for ratio in ratios) / len(ratios)
+near_shares, of_auto = {}, {}
+for label in ("core, sglang", "sizes"):
+    ratios = [one.ratio for one in judged[label]]
+    megabytes = sorted(one.row["payload_bytes"] / 1e6 for one in judged[label])
+    near_shares[label] = sum(ratio >= targets.AUTO_NEAR for ratio in ratios) / len(ratios)
+    of_auto[label] = (
+        f"payloads of {megabytes[0]:.1f} to {megabytes[-1]:.1f} MB ({label}): {near} of the best backend in "
+        f"{near_shares[label]:.0%} of {len(ratios)} rows, {min(ratios):.2f} of it at the least"
+    )
 
 advice = {
     "Where all runs are long, take `direct`. It needs neither memory nor multiprocessors.": (
@@ -511,8 +518,9 @@ advice = {
     "Beside a model, do not let `kernel` saturate the bus with a backup.": (
         f"a matmul is then {spread(stores)} % slower, with `direct` or `staged` {spread(engines, '{:.1f}')} %"
     ),
-    "If you do not want to decide, calibrate, and take `auto`.": (
-        f"{near} of the best backend in {near_share:.0%} of {len(ratios)} rows, {min(ratios):.2f} of it at the least"
+    "If you do not want to decide, calibrate, and take `auto`, but not for small payloads: deciding is too slow.": (
+        f"{'; '.join(of_auto.values())}; deciding takes {deciding * 1e6:.0f} µs of the host, "
+        f"in which a plain memcpy moves {deciding * bus * 1e3:.1f} MB"
     ),
 }
 book.say(*(f"{n}. {sentence}\n    - {proof}" for n, (sentence, proof) in enumerate(advice.items(), 1)))
@@ -553,6 +561,7 @@ for classes in blocks.values():
     assert statistics.median(classes[long_runs][by_itself[long_runs]]) > 85, "a few blocks fill the bus"
 assert statistics.median(stores) > 2 * statistics.median(calm + reads), "stores that saturate the bus"
 assert statistics.median(engines) < min(calm + reads), "a copy engine takes least"
+assert near_shares["sizes"] < near_shares["core, sglang"] / 2, "auto is not for small payloads"
 assert all(line[0][1] >= 90 for by_name in capacity.values() for line in by_name.values()), "two pages of staging"
 assert max(statistics.median(values) for values in versus.values()) < 1, "ours are ahead of every variant"
 print("all claims hold")

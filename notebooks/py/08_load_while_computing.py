@@ -13,7 +13,7 @@
 #
 # In short:
 #
-# - Whether a load hides behind the model is decided by one ratio: the time to compute a layer for the new tokens over the time to load it for the prefix. A two-stage pipeline predicts how long the step takes.
+# - How much of a load can hide behind the model is bounded by one ratio: the time to compute a layer for the new tokens over the time to load it for the prefix. How much of that does hide is up to the host, which submits the load first, and to what the two take from each other. Where that costs more than it saves, loading everything first is faster; the first table says by how much. A two-stage pipeline that is told the host's time predicts how long the step takes.
 # - Layout and backend matter in three ways: how fast a layer loads, how long the host is busy before the model may begin, and how much the transfer slows the model down.
 # - Where nothing can hide, loading a long prefix is still far cheaper than computing it again. For a short one it is not; the last part says from which length on.
 #
@@ -49,18 +49,20 @@ best = loading.fastest_of_rows(results["rows"], ways)
 rows = []
 for model in models:
     name, mean, worst = loading.ranking(ways, model)[0]
-    gain = max(gain for row, *_, gain in best if row["model"] == model)
+    gains = [gain for row, *_, gain in best if row["model"] == model]
     pays = [s for s in served if s.model == model]
     longest = [f"{s.recomputed[-1] / s.loaded[-1][1]:.1f} × at {s.loaded[-1][0]:,} + {s.new_tokens:,}" for s in pays]
     begins = [f"{loading.pays_from(s)} (+ {s.new_tokens:,})" for s in pays]
-    figures = f"{mean:.2f}, {worst:.2f}", f"{gain:.0%}"
+    figures = f"{mean:.2f}, {worst:.2f}", f"{max(gains):+.0%}, {min(gains):+.0%}"
     rows.append([model, name.replace(", ", "\n"), *figures, "\n".join(begins) or "-", "\n".join(longest) or "-"])
-heads = ["model", "way", "over the\nfastest", "by layer\nsaves", "loading pays from\n(+ new tokens)"]
+heads = ["model", "way", "over the\nfastest", "by layer saves\nmost, least", "loading pays from\n(+ new tokens)"]
 heads += ["faster than to\ncompute again"]
 book.table(heads, rows)
+all_first = loading.all_first_is_faster(best)
+print(f"\n{all_first}")
 
 # %% [markdown]
-# *Way* is the layout and backend that cost least when loaded layer by layer; *over the fastest* is how much longer their steps take than the fastest of each row, on average and at worst. *By layer saves* is the most that loading by layer saves, compared with loading everything first. The last two columns compare with forgetting the prefix and computing it again. The models, and what was measured of each:
+# *Way* is the layout and backend that cost least when loaded layer by layer; *over the fastest* is how much longer their steps take than the fastest of each row, on average and at worst. *By layer saves* is what loading by layer saves, compared with loading everything first, in the row where it saves most and in the one where it saves least; below zero it is slower. [Every row](#By-layer,-or-all-first?) is further down. The last two columns compare with forgetting the prefix and computing it again. The models, and what was measured of each:
 
 # %%
 rows = []
@@ -128,10 +130,17 @@ print("digest of what is drawn:", book.digest([(d.title, d.loads, d.computes) fo
 
 # %%
 lines = []
-for way in [way for way in ways if way.row is step]:
+of_step = [way for way in ways if way.row is step]
+for way in of_step:
     seconds = way.loading_s, way.submitted_s, way.resident_s, way.by_layer_s, way.all_first_s
     lines.append([way.name, *(f"{1e3 * s:.1f}" for s in seconds), f"{way.hidden:.0%}", f"{way.slowdown:+.0%}"])
 book.table(["layout, backend", "load", "host", "resident", "by layer", "all first", "hidden", "slowed"], lines)
+print()
+one_by_one = [way for way in of_step if way.cell["by_layer"]]
+for what, those in {"all ways": of_step, "where layers arrive one by one": one_by_one or of_step}.items():
+    ratios, shares = sorted(way.ratio for way in those), sorted(way.hidden for way in those)
+    spans = f"{ratios[0]:.2f} … {ratios[-1]:.2f}; hidden {shares[0]:.0%} … {shares[-1]:.0%}"
+    print(f"{what}: time to compute over time to load {spans}")
 
 # %% [markdown]
 # ## When the bus hides
@@ -140,7 +149,7 @@ book.table(["layout, backend", "load", "host", "resident", "by layer", "all firs
 #
 #     finished[layer] = max(finished[layer - 1], arrived[layer]) + compute[layer]
 #
-# If computing is the slower stage, only the load of the first layer shows. If loading is, the step runs at the pace of the bus, and only the computing of the last layer comes on top. So one number decides: the time to compute a layer over the time to load it.
+# If computing is the slower stage, only the load of the first layer shows. If loading is, the step runs at the pace of the bus, and only the computing of the last layer comes on top. So one number bounds what can hide: the time to compute a layer over the time to load it. For layers that are alike, from 1 on that is all but one layer of the load; below 1 it is about that share of it. How much of it does hide, the ratio does not say: the two lines under the last table set ratios of one step, loaded in several ways, beside what was hidden. The host's time to submit, and what loading and computing take from each other, decide that.
 
 # %%
 NOTHING_TO_HIDE = 2048  # tokens: shorter prefixes are on the bus for less time than the host needs to say so
@@ -191,10 +200,8 @@ for row, by_layer, at_once, gain in best:
     lines.append([row["model"], tokens, *sides, f"{gain:+.0%}"])
 book.table(["model", "tokens", "fastest by layer", "ms", "fastest all first", "ms", "gain"], lines)
 most, *_, gain = max(best, key=lambda one: one[-1])
-behind = [row["prefix_tokens"] for row, *_, lost in best if lost < 0]
 print(f"\nthe most: {gain:.0%}, {most['model']}, {most['new_tokens']:,} new tokens after {most['prefix_tokens']:,}")
-print(f"rows in which all first is faster: {len(behind)} of {len(best)}", end="")
-print(f", with prefixes of {max(behind):,} tokens at most" if behind else "")
+print(all_first)
 
 # %% [markdown]
 # ## How good is the prediction?

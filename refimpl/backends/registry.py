@@ -8,7 +8,7 @@ from functools import cache
 
 from refimpl.backends.protocol import Backend, Setup
 from refimpl.devices import absent
-from refimpl.emulated import HostQueue
+from refimpl.emulated import WaitingHost
 from refimpl.runtime import Runtime
 
 # name -> "module:class"
@@ -44,7 +44,7 @@ def unavailable(name: str, platform: str = "cpu") -> str | None:
 
 def runtime(platform: str) -> Runtime:
     """Streams and events of a device; on a CPU a queue of its own. `ImportError` where it cannot be had."""
-    return HostQueue() if platform == "cpu" else importlib.import_module(RUNTIMES).runtime(platform)
+    return WaitingHost() if platform == "cpu" else importlib.import_module(RUNTIMES).runtime(platform)
 
 
 def make(name: str, setup: Setup) -> Backend:

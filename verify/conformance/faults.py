@@ -154,9 +154,8 @@ class AStreamForEveryBatch(Controller):
 
 @found_by(order.check_queued_operations_keep_their_order, says="queued behind a backup: .* holds what lay on the host")
 class TakesAllThatIsQueued(Controller):
-    def _take(self, direction: str) -> list[Operation]:
-        taken, self._queued[direction] = self._queued[direction], []
-        return taken
+    def _head(self, direction: str) -> list[Operation]:
+        return list(self._queued[direction])
 
 
 @found_by(order.check_the_host_does_not_wait, says="waits for what is held: the device waits for an event")
@@ -549,8 +548,8 @@ class AcknowledgesAtOnce(Controller):
     def arrived(self, batch: Batch) -> bool:
         return True
 
-    def _settle(self, batch: Batch) -> list[Ack]:
-        return [self._ended(operation, batch, 0.0) for operation in batch.operations]
+    def _conclude(self, batch: Batch) -> None:
+        pass
 
 
 @found_by(
@@ -562,8 +561,8 @@ class AcknowledgesLoadsByTheirFirstLayer(Controller):
         assert batch.producer is not None
         return self.layers._sets[batch.producer % SETS][0].query()
 
-    def _settle(self, batch: Batch) -> list[Ack]:
-        return [self._ended(operation, batch, 0.0) for operation in batch.operations]
+    def _conclude(self, batch: Batch) -> None:
+        pass
 
 
 @found_by(
@@ -580,7 +579,7 @@ class AcknowledgesOnlyWhenAsked(Controller):
 @found_by(acknowledgements.check_steps_on_the_host_can_be_held, says="submitted although that is held")
 class CannotBeHeldBack(Controller):
     def _batches(self, direction: str) -> list[Batch]:
-        return self._merged(direction, self._take(direction))
+        return self._merged(direction, self._head(direction))
 
 
 @found_by(
@@ -589,9 +588,9 @@ class CannotBeHeldBack(Controller):
     says="fails at '(backup|load) submit', what is told is .*error=None",
 )
 class CallsAFailureASuccess(Controller):
-    def _ended(self, operation: Operation, batch: Batch, seconds: float) -> Ack:
+    def _ended(self, operation: Operation, batch: Batch) -> Ack:
         batch.error = None
-        return super()._ended(operation, batch, seconds)
+        return super()._ended(operation, batch)
 
 
 @found_by(
@@ -600,9 +599,9 @@ class CallsAFailureASuccess(Controller):
     says="fails at .* and keeps its (host|device) slots",
 )
 class KeepsTheSlotsOfAFailure(Controller):
-    def _ended(self, operation: Operation, batch: Batch, seconds: float) -> Ack:
+    def _ended(self, operation: Operation, batch: Batch) -> Ack:
         operation.taken.clear()
-        return super()._ended(operation, batch, seconds)
+        return super()._ended(operation, batch)
 
 
 @found_by(
@@ -616,18 +615,19 @@ class ConsumersHearOfNoFailure(Controller):
 
 @found_by(failures.check_a_failure_lets_nothing_run_on, says="a failed load gave back: .* holds what the host has")
 class LeavesAFailureRunning(Controller):
-    def _settle(self, batch: Batch) -> list[Ack]:
-        return [self._ended(o, batch, 0.0) for o in batch.operations] if batch.error else super()._settle(batch)
+    def _conclude(self, batch: Batch) -> None:
+        if not batch.error:
+            super()._conclude(batch)
 
 
 @found_by(
     failures.check_a_failure_leaves_the_caller_his_slots, says="a backup fails, and frees slots that are the caller's"
 )
 class FreesWhatTheCallerGave(Controller):
-    def _ended(self, operation: Operation, batch: Batch, seconds: float) -> Ack:
+    def _ended(self, operation: Operation, batch: Batch) -> Ack:
         owners = [t for t in operation.transfers if t.name == self.host.owner(t.name)]
         operation.taken = [("host", t.name, t.host_indices) for t in owners if t.host_indices is not None]
-        return super()._ended(operation, batch, seconds)
+        return super()._ended(operation, batch)
 
 
 @found_by(failures.check_a_failure_leaves_the_caller_his_slots, says="frees slots that were freed already")

@@ -21,7 +21,7 @@ import torch
 
 from refimpl import PoolSpec, Refusal, build_stack, support
 from refimpl.controller import Ack, Controller
-from refimpl.emulated import POISON, QueueRuntime
+from refimpl.emulated import POISON, HostQueue, QueueRuntime
 from refimpl.hooks import Hooks
 from refimpl.indices import slots_of
 from refimpl.invariants import require_invariants
@@ -117,7 +117,8 @@ class Engine:
         sizes: dict[str, Any] = {"host_ratio": 4.0, "staging_pages": 4, "device_pages": device_pages}
         self.stack = build_stack(tiny.specs, pools=chosen, platform=platform, **sizes | options)
         self.hooks = Hooks()
-        self.controller = make_controller(self.stack, self.hooks)
+        steps = HostQueue() if self.stack.platform == "cpu" else None  # what the model computes is queued too
+        self.controller = make_controller(self.stack, self.hooks, runtime=steps)
         self.cache = CheckedCache(self.controller, policy, tiny.windows)
         self.runtime = self.controller.runtime
         if isinstance(self.runtime, QueueRuntime):

@@ -502,15 +502,15 @@ def test_what_is_no_number_of_bytes_is_not_booked(nbytes: Any) -> None:
     assert budget.available == 100
 
 
-def test_bytes_that_were_never_booked_are_not_released() -> None:
+def test_a_booking_is_given_back_once_whoever_says_so_again() -> None:
     budget = Budget(100)
-    budget.book("kv", 30)
-    budget.release("kv", 40)
-    with pytest.warns(RuntimeWarning, match="kv released 40 bytes and had booked 30: release what was booked, once"):
-        assert budget.available == 70
-    budget.book("indexer", 70)
-    budget.release("indexer", 70)
-    budget.release("kv", 30)
+    keys, index = budget.book("kv", 30), budget.book("indexer", 70)
+    with pytest.raises(MemoryError, match=r"kv needs 1 bytes, 0 .* \(booked: \{'(kv|indexer)': .*(kv|indexer)': "):
+        budget.book("kv", 1)
+    for _ in range(2):
+        keys.give_back()
+        assert budget.available == 30
+    index.give_back()
     assert budget.available == 100
 
 
@@ -531,29 +531,29 @@ def test_threads_never_book_more_than_there_is() -> None:
     assert budget.available == 6
 
 
-def test_threads_that_book_and_release_leave_everything() -> None:
+def test_threads_that_book_and_give_back_leave_everything() -> None:
     budget = Budget(10)
 
     def work(me: int) -> None:
         for _ in range(60):
             try:
-                budget.book("shared name", 7)
+                booking = budget.book("shared name", 7)
             except MemoryError:
                 continue
             assert budget.available == 3, "only one of them can have 7"
-            budget.release("shared name", 7)
+            booking.give_back()
             assert budget.available in (3, 10)
 
     run_together(work)
     assert budget.available == 10
 
 
-def test_bytes_may_be_released_at_any_moment_while_the_same_thread_books() -> None:
-    """The garbage collector can run between any two instructions, and a forgotten pool then releases its bytes."""
+def test_bytes_may_be_given_back_at_any_moment_while_the_same_thread_books() -> None:
+    """The garbage collector can run between any two instructions, and a forgotten pool then gives back its bytes."""
 
     def booked_with_a_release_at(instruction: int) -> tuple[Budget, bool]:
         budget, seen = Budget(10_000), 0
-        budget.book("kv", 1000)
+        booking = budget.book("kv", 10)
 
         def collector(frame: FrameType, event: str, arg: object) -> Any:
             nonlocal seen
@@ -562,7 +562,7 @@ def test_bytes_may_be_released_at_any_moment_while_the_same_thread_books() -> No
             frame.f_trace_opcodes = True
             seen += event == "opcode"
             if event == "opcode" and seen == instruction:
-                budget.release("kv", 10)
+                booking.give_back()
             return collector
 
         sys._getframe().f_trace_opcodes = True  # Python 3.12 traces opcodes only if some frame wants it beforehand
@@ -574,7 +574,7 @@ def test_bytes_may_be_released_at_any_moment_while_the_same_thread_books() -> No
     instruction, released = 1, True
     while released:
         budget, released = booked_with_a_release_at(instruction)
-        assert budget.available == 10_000 - 1000 - 7 + 10 * released, f"released before instruction {instruction}"
+        assert budget.available == 10_000 - 10 - 7 + 10 * released, f"released before instruction {instruction}"
         instruction += 1
     assert instruction > 20
 

@@ -29,6 +29,7 @@ from refimpl import (
 from refimpl.backends import registry
 from refimpl.layout import LAYOUTS, buffers
 from refimpl.pinned import Block
+from refimpl.sizing import pages_for_ratio
 from verify import fill
 from verify.toys import STACKS
 
@@ -365,6 +366,12 @@ def test_what_is_of_the_wrong_kind_is_refused_by_name(
     with pytest.raises(error, match=told):
         build_stack(**asked, memory=memory)
     assert (memory.asked, budget.available) == (0, 10**6)
+
+
+@pytest.mark.parametrize(("pages", "ratio", "exact"), [(100, 1.16, 116), (100, 2.3, 230), (7, 1.0, 7), (3, 0.5, 1)])
+def test_a_ratio_is_what_is_written(pages: int, ratio: float, exact: int) -> None:
+    """100 times 1.16 is 116, though not in floating point."""
+    assert pages_for_ratio(presets.mla(layers=1, page_size=4), 4 * pages, ratio) == exact
 
 
 def test_a_ratio_counts_pool_by_pool_and_rounds_down() -> None:

@@ -105,6 +105,18 @@ def test_the_report_shows_every_row_and_the_ratio_of_variants(content: dict[str,
     assert len(report.table(content, "core").body) == 8
 
 
+def test_the_report_tells_what_its_columns_are(content: dict[str, Any]) -> None:
+    """Above all that what is called as SGLang's path is ours."""
+    table = report.table(content, "core")
+    told = " ".join(table.title.splitlines())
+    assert "SGLang's path" not in table.head
+    for column in ("moved", "run", "piece", *report.VERDICTS):
+        assert column in table.head
+        assert f"{column}: " in told
+    assert "those of our backends that are named like the paths that SGLang takes" in told
+    assert "`python -m verify audit`" in told
+
+
 class LastItemForgotten(TorchBackend):
     def execute(self, plan: Plan, layers: tuple[int | None, ...], items: Items, direction: str) -> Receipt:
         host, device = items.checked()

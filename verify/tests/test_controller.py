@@ -5,8 +5,14 @@ Order and lifetimes, which any controller must keep to, are in `conformance`.
 
 from __future__ import annotations
 
+import dis
+import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import count
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -28,6 +34,7 @@ from verify.conformance.rig import PAGE, PAGES, cut, joined
 
 pytestmark = pytest.mark.ordering
 
+HALF: Any = 1.5
 PAGE_1 = torch.arange(PAGE, 2 * PAGE)
 
 Way = tuple[str, str, str]
@@ -178,6 +185,145 @@ def test_an_interrupted_acknowledgement_is_made_up_for(rig: Rig) -> None:
     assert not locked(rig)
 
 
+# Where CPython looks for signals: behind calls, where a function begins or goes on, where a loop begins again.
+LOOKS = ("CALL", "RESUME", "JUMP_BACKWARD")
+IN = ("controller.py", "queueing.py", "operations.py", "layer_done.py", "teardown.py")
+
+
+def interrupted(call: Callable[[], object], at: int, *also: str) -> bool:
+    """Interrupt a call where CPython looks for signals, the time of that number; whether there is such a place.
+
+    In the controller's modules, in the context managers that they enter, and in modules that are named besides.
+    """
+    seen, before = 0, dict[FrameType, int]()
+
+    def is_in(frame: FrameType | None) -> bool:
+        name = Path(frame.f_code.co_filename).name if frame else ""
+        return name in (*IN, *also) or (frame is not None and name == "contextlib.py" and is_in(frame.f_back))
+
+    def look() -> None:
+        nonlocal seen
+        seen += 1
+        if seen == at:
+            sys.settrace(None)
+            raise KeyboardInterrupt
+
+    def watch(frame: FrameType, event: str, arg: object) -> Any:
+        if event == "call" and frame not in before:
+            if not is_in(frame):
+                return None
+            frame.f_trace_opcodes = True
+            before[frame] = frame.f_lasti
+            look()
+        elif event == "opcode":
+            behind, before[frame] = before[frame], frame.f_lasti
+            if behind != frame.f_lasti and dis.opname[frame.f_code.co_code[behind]].startswith(LOOKS):
+                look()
+        return watch
+
+    sys._getframe().f_trace_opcodes = True  # Python 3.12 traces opcodes only if some frame wants it beforehand
+    sys.settrace(watch)
+    try:
+        call()
+    except KeyboardInterrupt:
+        assert seen == at
+        return True
+    finally:
+        sys.settrace(None)
+    assert seen < at, "an interrupt that nobody met"
+    return False
+
+
+def tags(controller: Controller) -> list[object]:
+    """Of what is queued or under way."""
+    return [o.tag for each in DIRECTIONS for o in (*controller.queued(each), *controller.under_way(each))]
+
+
+@pytest.mark.emulated
+@on_kernels
+@pytest.mark.parametrize("fails", [False, True], ids=["what has come", "what has failed"])
+def test_an_acknowledgement_may_be_interrupted_anywhere(fails: bool, rig: Rig) -> None:
+    """The next one makes up for it: everything is told once, unlocked once, and locks of others stay."""
+    slots, _ = rig.on_device()
+    before, device, at = rig.counts(), rig.stack.device_slots["kv"], 0
+    within_allocators = () if fails else ("allocator.py",)  # there a freed page is on its way for a moment
+    for at in count(1):
+        operations = [rig.queue("backup", slots, None, tag) for tag in range(2)]
+        if fails:
+            rig.hooks.fail("backup relayout", RuntimeError("told to fail"))
+        assert rig.controller.start_writing() == 1
+        operations.append(rig.queue("backup", slots, None, "later"))
+        acks = list[Any]()
+        met = interrupted(lambda acks=acks: acks.extend(rig.controller.acknowledge(wait=True)), at, *within_allocators)
+        others = rig.all_that_is_left("host")
+        acks += rig.controller.acknowledge(wait=True)
+        assert [(ack.tag, bool(ack.error)) for ack in acks] == [(0, fails), (1, fails)]
+        rig.free("host", others)
+        assert device.locks.sum() == 2, "two pages are locked once, by what is queued"
+        rig.start("backup")
+        assert [(ack.tag, ack.error) for ack in rig.controller.acknowledge(wait=True)] == [("later", None)]
+        assert not locked(rig)
+        for operation in operations[2 * fails :]:
+            rig.free("host", rig.slots_of("host", operation))
+        assert rig.counts() == before
+        if not met:
+            break
+    assert at > 50
+
+
+@pytest.mark.emulated
+@on_kernels
+@every_direction
+def test_submitting_may_be_interrupted_anywhere(direction: str, rig: Rig) -> None:
+    """An operation is queued, or it is under way and has failed or come; it is never lost, nor submitted again."""
+    (first, _), second, at = rig.on_host(), rig.take("host"), 0
+    between, last, before = rig.take(), rig.take(), rig.counts()
+    start = rig.controller.start_writing if direction == "backup" else rig.controller.start_loading
+    for at in count(1):
+        if direction == "backup":
+            rig.queue("backup", between, first, 0)
+            rig.queue("backup", between, second, 1)
+            rig.queue("backup", last, second, 2)  # to the same place: another batch
+        else:  # one brings the next
+            rig.queue("load", between, first, 0)
+            rig.queue("backup", between, second, 1)
+            rig.queue("load", last, second, 2)
+        met = interrupted(start, at)
+        assert sorted(map(str, tags(rig.controller))) == ["0", "1", "2"]
+        rig.controller.start_loading()
+        rig.controller.start_writing()
+        acks = rig.controller.acknowledge(wait=True)
+        assert sorted(str(ack.tag) for ack in acks) == ["0", "1", "2"]
+        assert not locked(rig)
+        assert rig.counts() == before
+        if not met:
+            break
+    assert at > 50
+
+
+@pytest.mark.emulated
+@on_kernels
+@pytest.mark.parametrize("what", ["drop", "close"])
+def test_dropping_and_closing_may_be_interrupted_anywhere(what: str, rig: Rig) -> None:
+    """Whoever closes then finds what is left, and everything is told once."""
+    slots, host, at = rig.take(), rig.take("host"), 0
+    before = rig.counts()
+    for at in count(1):
+        rig.queue("backup", slots, host, "under way")
+        rig.start("backup")
+        dropped = [rig.queue("load", None, host, tag) for tag in range(2)]
+        call = partial(rig.controller.drop, dropped[0]) if what == "drop" else rig.controller.close
+        met = interrupted(call, at)
+        rig.controller.close()
+        acks = {ack.tag: ack.error for ack in rig.controller.acknowledge()}
+        assert {tag: type(error) for tag, error in acks.items()} == {"under way": type(None), 0: Dropped, 1: Dropped}
+        assert not locked(rig)
+        assert rig.counts() == before
+        if not met:
+            break
+    assert at > 50
+
+
 # ---- what is refused
 
 
@@ -244,6 +390,7 @@ REFUSED: dict[str, tuple[Callable[[Controller], object], str]] = {
     "a layer of a pool": (lambda c: c.wait_until(3, "kv"), "no layer 3"),
     "a load to come": (lambda c: c.set_consumer(0), "there is no load 0: 0 have begun"),
     "a load below": (lambda c: c.set_consumer(-1), "there is no load -1"),
+    "no load": (lambda c: c.set_consumer(HALF), "there is no load 1.5"),
     "a backup of a pool": (lambda c: c.write(1, [PoolTransfer("draft")]), r"no pools \['draft'\]"),
     "a load of a pool": (lambda c: c.load(1, [PoolTransfer("draft")]), r"no pools \['draft'\]"),
     "twice the same": (lambda c: c.load(1, [PoolTransfer("kv"), PoolTransfer("kv")]), "one transfer at a time"),
@@ -331,6 +478,32 @@ def test_a_controller_may_be_left_in_the_middle_of_everything(way: Way) -> None:
         for side, operation in (("host", backup), ("device", load)):
             rig.free(side, rig.slots_of(side, operation))
         assert rig.counts() == before
+
+
+def test_on_a_cpu_the_host_waits_where_a_stream_would() -> None:
+    """What a model computes there is done at once: before it overwrites a state, and before it reads a layer."""
+    stack = build_stack("qwen3-next", "page_first", "numba", device_pages=5, host_ratio=2.0, page_size=4)
+    controller, device = Controller(stack), stack.device["mamba"]
+    slots = stack.device_slots["mamba"].alloc(1)
+    assert slots is not None
+    state = int(slots[0])
+    layers = device.spec.owned_layers
+    states = [device.buffer("temporal", layer) for layer in layers]
+    for rows in states:
+        rows[state] = 1.0
+    saved = controller.write("saved", [PoolTransfer("mamba", None, slots)])
+    assert saved
+    controller.start_writing()
+    for rows in states:
+        rows[state] = 2.0  # the model's next step
+    assert [ack.error for ack in controller.acknowledge(wait=True)] == [None]
+    controller.load("back", [PoolTransfer("mamba", saved.host_indices("mamba"), slots)])
+    controller.set_consumer(controller.start_loading())
+    for layer, rows in zip(layers, states, strict=True):
+        controller.wait_until(layer)
+        assert (rows[state] == 1.0).all(), f"layer {layer} is read before it has arrived"
+    controller.close()
+    stack.close()
 
 
 @every_direction
@@ -429,6 +602,50 @@ def test_lists_queued_on_one_stream_and_started_on_another_are_read_as_they_were
         rig.require_host("a backup by a list on the device", rig.slots_of("host", operation), content)
 
 
+WINDOWS = ("swa-mamba", "emulated", "kernel", "page_first")
+
+
+@pytest.mark.emulated
+def test_what_is_looked_up_on_the_device_is_merged_with_lists_that_lie_there() -> None:
+    """And not with those that the host has, wherever the slots lie that are looked up: what is joined lies together."""
+    with Rig(Controller, *WINDOWS) as rig:
+        (pool,) = rig.windows
+        slots, content = rig.on_device(pages=3)
+        thirds, mapping = cut(slots, 3), torch.zeros(PAGES * PAGE, dtype=torch.int64)
+        mapping[PAGE_1] = thirds[0][pool]
+        table, there = rig.on_the_device(mapping), rig.on_the_device(thirds[1][pool])
+        lists = Window(PAGE_1, table, "running"), there, thirds[2][pool]
+        operations = [rig.queue("backup", {pool: each}, None) for each in lists]
+        assert [operation.places[pool] for operation in operations] == [(False, True), (False, True), (False, False)]
+        assert rig.controller.start_writing() == 2
+        assert [ack.error for ack in rig.controller.acknowledge(wait=True)] == [None] * 3
+        host = torch.cat([rig.slots_of("host", operation)[pool] for operation in operations])
+        rig.require_host("a window, a list there and one here", {pool: host}, content)
+
+
+@pytest.mark.emulated
+@pytest.mark.parametrize("when", WHEN)
+def test_slots_on_the_device_are_not_looked_up_in_a_table_of_the_host(when: Any) -> None:
+    with Rig(Controller, *WINDOWS) as rig:
+        before, mapping = rig.counts(), torch.arange(PAGES * PAGE)
+        window = Window(rig.on_the_device(PAGE_1), mapping, when)
+        told = r"full slots lie on emulated:0, its mapping on cpu: .* bring the slots there \(full\.cpu\(\)\)"
+        with pytest.raises(ValueError, match=told):
+            rig.controller.write(1, [PoolTransfer("swa", None, window)])
+        assert rig.counts() == before
+        assert not locked(rig)
+
+
+@pytest.mark.emulated
+def test_an_emulated_device_joins_no_lists_of_two_places() -> None:
+    """Neither does torch."""
+    with Rig(Controller, *WINDOWS) as rig:
+        there = rig.on_the_device(PAGE_1)
+        with pytest.raises(RuntimeError, match="all lists to be on the same device, not all 2 are on emulated:0"):
+            rig.runtime.joined([there, PAGE_1])
+        assert rig.runtime.holds(rig.runtime.joined([there, there]))
+
+
 TWO_OWNERS = {name: presets.mha(2, 1, 8, torch.uint8, page_size=PAGE, name=name) for name in ("kv", "draft")}
 
 
@@ -503,18 +720,38 @@ def test_a_consumer_of_a_load_long_gone_passes(way: Way) -> None:
             rig.load(host)
             producers.append(rig.producer)
             rig.finish()
-        rig.hooks.fail("load layer 1", RuntimeError("told to fail"))
-        rig.load(loads[-1])
-        producers.append(rig.producer)
-        assert producers == list(range(SETS + 2))
-        for producer in producers[:2]:
-            rig.controller.set_consumer(producer)
-            rig.controller.wait_until(last)
-            assert rig.arrives(rig.see(rig.take("device", 1), rig.model))
+        rig.hooks.fail("load submit", RuntimeError("told to fail"))
+        with rig.held("load layer 1"):
+            rig.load(loads[-1])
+            producers.append(rig.producer)
+            assert producers == list(range(SETS + 2))
+            for producer in producers[:2]:
+                rig.controller.set_consumer(producer)
+                rig.controller.wait_until(last)
+                assert rig.arrives(rig.see(rig.take("device", 1), rig.model))
         rig.controller.set_consumer(producers[-1])
         with pytest.raises(RuntimeError, match="has failed: told to fail"):
             rig.controller.wait_until(0)
         rig.controller.acknowledge(wait=True)
+
+
+@pytest.mark.parametrize("known", ["at once", "late"])
+def test_a_consumer_of_a_failed_load_is_told_so_however_late_it_comes(known: str, rig: Rig) -> None:
+    """When its events are another's, too, and if nobody knew before."""
+    rig.load(rig.on_host(pages=1)[0])
+    failed, layers = rig.producer, rig.controller.layers
+    assert failed is not None
+    rig.finish()
+    for late in range(SETS + 2):
+        if late == (0 if known == "at once" else SETS + 1):
+            layers.fail(failed, RuntimeError("boom"))
+        rig.load(rig.on_host(pages=1)[0])
+        rig.finish()
+    rig.controller.wait_until(0)
+    rig.controller.set_consumer(failed)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="layer 0 will not arrive, its load has failed: boom"):
+            rig.controller.wait_until(0)
 
 
 @every_way

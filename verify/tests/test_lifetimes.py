@@ -9,7 +9,8 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
 from itertools import count
 from pathlib import Path
 from types import FrameType
@@ -20,6 +21,8 @@ import torch
 
 from kernels_cupy.runtimes import emulated
 from refimpl import DevicePool, HostPool, presets, slots_of
+from refimpl.allocator import Budget
+from refimpl.pinned import Block, HostMemory
 from refimpl.rank_pool import RankPool, part
 from refimpl.support import DIRECTIONS
 from verify import fill
@@ -168,38 +171,51 @@ def test_a_staging_buffer_that_cannot_be_put_in_order_is_waited_for(direction: s
 
 # ---- whoever is interrupted
 
-# Instructions behind which CPython looks for signals.
-LOOKS = ("CALL", "RESUME", "JUMP_BACKWARD")
-IN = ("host_pool.py", "rank_pool.py", "transfer.py", "runtime.py", "copy_engine.py", "sm_copy.py", "staged.py")
+OURS = (
+    *("host_pool.py", "host_buffers.py", "rank_pool.py", "transfer.py", "runtime.py", "pinned.py", "allocator.py"),
+    *("copy_engine.py", "sm_copy.py", "staged.py", "lists.py", "launches.py", "teardown.py"),
+)
+THEIRS = ("threading.py", "contextlib.py", "weakref.py")
 
 
 def interrupted(call: Callable[[], object], at: int, act: Callable[[], object]) -> bool:
     """Call, and act where CPython looks for signals, the time of that number; whether there is such a place.
 
-    In modules that submit and close, and in the locks that they take. A device's own calls are not interrupted.
+    That is where a function begins or a generator goes on, behind a call of C, and where a loop begins anew. In modules
+    that submit and close, and in those of the library that they use. A device's own calls are not interrupted, nor
+    what the garbage collector calls.
     """
-    seen, before = 0, dict[FrameType, int]()
+    seen = 0
 
-    def watch(frame: FrameType, event: str, arg: object) -> Any:
+    def place(frame: FrameType) -> None:
         nonlocal seen
-        if Path(frame.f_code.co_filename).name not in (*IN, "threading.py"):
-            return None
+        if Path(frame.f_code.co_filename).name in (*OURS, *THEIRS):
+            seen += 1
+            if seen == at:
+                sys.setprofile(None)
+                sys.settrace(None)
+                act()
+
+    def calls(frame: FrameType, event: str, arg: object) -> None:
+        if event in ("call", "c_return"):
+            place(frame)
+
+    def loops(frame: FrameType, event: str, arg: object) -> Any:
         frame.f_trace_opcodes = True
-        if event == "opcode":
-            behind, before[frame] = before.get(frame), frame.f_lasti
-            if behind is not None and dis.opname[frame.f_code.co_code[behind]].startswith(LOOKS):
-                seen += 1
-                if seen == at:
-                    sys.settrace(None)
-                    act()
-        return watch
+        if event == "opcode" and dis.opname[frame.f_code.co_code[frame.f_lasti]].startswith("JUMP_BACKWARD"):
+            place(frame)
+        return loops
 
     sys._getframe().f_trace_opcodes = True  # Python 3.12 traces opcodes only if some frame wants it beforehand
-    sys.settrace(watch)
+    gc.disable()
+    sys.settrace(loops)
+    sys.setprofile(calls)
     try:
         call()
     finally:
+        sys.setprofile(None)
         sys.settrace(None)
+        gc.enable()
     return seen >= at
 
 
@@ -207,6 +223,131 @@ def interrupt() -> None:
     raise KeyboardInterrupt
 
 
+class Driver:
+    """Notes what is registered, and refuses to undo it while work is under way or when it is not registered."""
+
+    def __init__(self, moving: list[int]) -> None:
+        self.moving, self.registered, self.refused = moving, set[int](), list[str]()
+
+    def register(self, address: int, nbytes: int) -> None:
+        self.registered.add(address)
+
+    def unregister(self, address: int) -> None:
+        if self.moving != [0]:
+            self.refused.append(f"{self.moving[0]} pieces of work are under way in memory that is unregistered")
+        self.registered.discard(address)
+
+    def device_address(self, address: int, device: str) -> int:
+        return address
+
+
+swallowed = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
+
+@swallowed
+@pytest.mark.parametrize("rank", [False, True], ids=["a pool", "with a rank of it"])
+@pytest.mark.parametrize("backend", ["direct", "kernel", "staged"])
+def test_a_closing_may_be_interrupted_anywhere(backend: str, rank: bool, moving: list[int]) -> None:
+    """Nothing is let go of before the work in it is done, and the pool can be closed again, which does the rest."""
+    at = 0
+    for at in count(1):
+        driver, budget, staging = Driver(moving), Budget(1 << 20), Budget(1 << 20)
+        memory = HostMemory(driver)
+        booked: dict[str, Any] = {"budget": budget, "staging_pages": 4, "device_budget": staging, "memory": memory}
+        host = HostPool(WIDE, "page_head", PAGES, backend, platform="emulated", registration_limit=256, **booked)
+        movers = [host, RankPool(host, 0, 2, staging_pages=4, device_budget=staging)] if rank else [host]
+        device = [DevicePool(pool.spec, PAGES, "emulated") for pool in movers]
+        fill.fill_device(device[0], 0)
+        for pool, of in zip(movers, device, strict=True):
+            pool.backup(of, HOST, DEVICE)
+        met = True
+        with suppress(KeyboardInterrupt):
+            met = interrupted(host.close, at, interrupt)
+        for pool in reversed(movers):
+            closing = threading.Thread(target=pool.close, daemon=True)
+            closing.start()
+            closing.join(20)
+            assert not closing.is_alive(), "the pool cannot be closed any more"
+        assert (moving, driver.registered, driver.refused) == ([0], set(), [])
+        assert (budget.available, staging.available) == (1 << 20, 1 << 20)
+        if not met:
+            break
+    assert at > 40
+
+
+@swallowed
+@pytest.mark.parametrize("limit", [None, 256], ids=["one registration", "several"])
+def test_an_interrupt_while_memory_is_registered_leaves_none_registered(limit: int | None, moving: list[int]) -> None:
+    """Registering takes most of a second a GiB: that is when somebody loses patience."""
+    at, met = 0, True
+    while met:
+        at += 1
+        driver, blocks = Driver(moving), list[Block]()
+        allocate = partial(HostMemory(driver).allocate, 1024, 256, limit)
+        with suppress(KeyboardInterrupt):
+            met = interrupted(lambda blocks=blocks, allocate=allocate: blocks.append(allocate()), at, interrupt)
+        for block in blocks:
+            block.close()
+        assert not driver.registered
+    assert at > 5
+
+
+def test_an_interrupt_within_the_drivers_call_leaves_nothing_registered(moving: list[int]) -> None:
+    class Impatient(Driver):
+        def register(self, address: int, nbytes: int) -> None:
+            super().register(address, nbytes)
+            if len(self.registered) == 3:
+                raise KeyboardInterrupt
+
+    driver = Impatient(moving)
+    with pytest.raises(KeyboardInterrupt):
+        HostPool(SPEC, "page_first", PAGES, memory=HostMemory(driver), registration_limit=256)
+    assert not driver.registered
+
+
+def test_whoever_closes_second_returns_when_the_pool_is_closed(moving: list[int]) -> None:
+    leave = threading.Event()
+
+    class Slow(Driver):
+        def unregister(self, address: int) -> None:
+            leave.wait(20)
+            super().unregister(address)
+
+    driver = Slow(moving)
+    host = HostPool(SPEC, "page_first", PAGES, "kernel", platform="emulated", memory=HostMemory(driver))
+    threads = [threading.Thread(target=host.close, daemon=True) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+        thread.join(0.1)
+    assert [thread.is_alive() for thread in threads] == [True, True], "closed, while memory is registered"
+    leave.set()
+    for thread in threads:
+        thread.join(20)
+    assert not driver.registered
+
+
+def test_a_signal_handler_that_uses_the_staging_buffer_of_its_transfer_is_told_so() -> None:
+    """Both would fill one buffer."""
+    host = HostPool(SPEC, "page_first", PAGES, "staged", platform="emulated", staging_pages=4)
+    device = DevicePool(SPEC, PAGES, "emulated")
+    told: list[str] = []
+
+    def again() -> None:
+        try:
+            host.backup(device, HOST, DEVICE)
+        except RuntimeError as error:
+            told.append(str(error))
+
+    for at in count(1, step=7):
+        if not interrupted(host.prepare(device, HOST, DEVICE, "backup").run, at, again):
+            break
+        host.backup(device, HOST, DEVICE).wait()
+    assert len(told) > 10
+    assert {text.partition(" while ")[0] for text in told} == {"a signal handler cannot use a pool of backend 'staged'"}
+    host.close()
+
+
+@swallowed
 @pytest.mark.parametrize("backend", ["direct", "kernel", "staged"])
 def test_a_transfer_may_be_interrupted_anywhere(backend: str, moving: list[int]) -> None:
     """It ends in the interrupt, and the pool goes on, forgets what has passed, and can be closed by another thread."""
@@ -216,9 +357,9 @@ def test_a_transfer_may_be_interrupted_anywhere(backend: str, moving: list[int])
         device = DevicePool(SPEC, PAGES, "emulated")
         transfer = host.prepare(device, HOST, DEVICE, "backup")
         try:
-            assert not interrupted(transfer.run, at, interrupt), "an interrupt that nobody met"
-            break
-        except KeyboardInterrupt:
+            if not interrupted(transfer.run, at, interrupt):
+                break
+        except KeyboardInterrupt:  # or else Python has swallowed it, where a generator is thrown away
             pass
         for _ in range(3):
             host.backup(device, HOST, DEVICE).wait()

@@ -12,7 +12,7 @@ import re
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -305,6 +305,10 @@ BAD_BUFFERS: dict[str, tuple[Callable[[], dict[str, list[torch.Tensor]]], str]] 
     "wider elements": (
         lambda: {"k": rows(), "v": [t.float() for t in rows()]},
         r"v of layer 0: elements must have 2 bytes \(torch.bfloat16\), got torch.float32",
+    ),
+    "negated when it is read": (
+        lambda: {"k": [cast(Any, torch)._neg_view(t) for t in rows()], "v": rows()},
+        "k of layer 0: a buffer must hold its values as they are",
     ),
     "heads inside lanes": (
         lambda: {"k": [torch.zeros(24, 4, 2, dtype=BF16).mT for _ in range(3)], "v": rows()},
@@ -604,6 +608,9 @@ UNKNOWN: dict[str, tuple[Callable[[HostPool, DevicePool], object], type, str]] =
     "page before the first": (lambda h, d: h.page(-1), IndexError, "there is no page -1"),
     "flat page": (lambda h, d: h.get_data_page(20), ValueError, "slot 20 begins none of the 5 pages of 4 of pool 'kv'"),
     "middle of a page": (lambda h, d: h.get_data_page(2), ValueError, "slot 2 begins none of the 5 pages"),
+    "no slot": (lambda h, d: h.get_data_page(ANY), TypeError, "the first slot of a page is a whole number, got "),
+    "no page": (lambda h, d: h.page(ANY), TypeError, "the page is a whole number, got "),
+    "one layer": (lambda h, d: h.prepare(d, None, None, "load").run(cast(Any, 1)), TypeError, "layers are several"),
     "slot before the first": (lambda h, d: h.get_data_page(-4), ValueError, "slot -4 begins none of the 5 pages"),
     "part of a page": (lambda h, d: h.get_page_buffer_meta(GOOD[:3]), ValueError, "whole pages of 4, got 3 indices"),
     "page outside": (lambda h, d: h.get_page_buffer_meta(GOOD + 16), ValueError, "page index 24 is outside"),
@@ -680,6 +687,14 @@ def test_a_flat_page_that_does_not_fit_is_refused_and_nothing_written(
     with pytest.raises(ValueError, match=reason):
         host.set_from_flat_data_page(index, torch.zeros(nbytes, dtype=BYTE))
     assert image(host, device) == before
+
+
+def test_a_pool_that_was_made_in_inference_mode_is_as_good_as_any() -> None:
+    with torch.inference_mode():
+        host, _ = pair()
+    page = torch.arange(SPEC.page_bytes).to(BYTE)
+    host.set_from_flat_data_page(4, page)
+    assert torch.equal(host.get_data_page(4), page)
 
 
 @pytest.mark.parametrize("page", [bytes(SPEC.page_bytes), np.zeros(SPEC.page_bytes, np.uint8), None], ids=type)

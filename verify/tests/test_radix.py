@@ -812,6 +812,20 @@ def test_what_is_being_loaded_stays(side: str, make: Make) -> None:
     hold.release()
 
 
+def test_what_somebody_else_was_told_the_tree_takes_note_of_all_the_same(make: Make) -> None:
+    """Whoever asks the controller is told of the tree's operations too; nodes must not stay under way for that."""
+    server = make()
+    assert server.insert(pages("ab"))
+    server.controller.start_writing()
+    (told,) = server.controller.acknowledge(wait=True)
+    assert sides(server.cache) == {"ab": "d"}
+    assert server.check() == [told]
+    assert server.check() == []
+    assert sides(server.cache) == {"ab": "dh"}
+    server.evict("device", "kv", 99)
+    assert sides(server.cache) == {"ab": "h"}
+
+
 # ---- failures
 
 

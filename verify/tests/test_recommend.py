@@ -147,10 +147,29 @@ def test_advice_names_pairs_margins_and_what_is_level() -> None:
     assert absent.startswith("mamba backup, mamba load: not measured with such pages")
     assert backup.startswith("kv backup: take page_first with kernel: 1.0 GB/s, 100.0% (100.0% to 100.0%) of the")
     assert "Level within noise: direct in page_unified. Behind: page_first with direct, 0.50 of the fastest." in load
+    assert "The fastest" not in load, "it is the one that is advised"
     assert both.startswith("kv both ways: take page_first with kernel: 100.0% (100.0% to 100.0%) of what the best")
     assert "takes 100,000 µs of the host, and a matmul beside it 250,000 µs longer" in backup
     assert beside == "while bytes move, a matmul loses of its rate (medians): kernel backup 25.0%"
     assert "80.0% of the rate of the best backend in the same layout (median of 2)" in auto
+
+
+def test_advice_says_why_it_is_not_the_fastest() -> None:
+    """kernel is level with direct, and takes less of host and model."""
+    cells = {"direct": (1.0, 0.5), "kernel": (1.01, 0.1)}
+    content = results(*(row("kv", direction, "page_first", cells) for direction in DIRECTIONS))
+    content["rows"][0]["cells"][0]["interference"] = {"slowdown": 0.25, "gb_per_s": 1.0}
+    backup, load, both, *_ = advice(content, content["rows"])
+    why = (
+        "The fastest figure is that of page_first with direct, 100.0%, but noise does not tell it from what is "
+        "advised, which takes less of the host and of a matmul beside it:"
+    )
+    for text, taking, its, mine in (
+        (backup, "a transfer", "750,000", "100,000"),
+        (load, "a transfer", "500,000", "100,000"),
+        (both, "a transfer of each pool each way", "1,250,000", "200,000"),
+    ):
+        assert f"{why} {mine} µs for {taking}, not {its} µs. " in text
 
 
 def test_advice_on_all_pools_is_given_where_all_were_measured_both_ways() -> None:
@@ -224,6 +243,32 @@ def test_the_nearest_model_is_named_with_its_pair_and_the_reason() -> None:
         "nearest is deepseek-v3, for which page_first with kernel is best: it has no pool of family dsa; furthest "
         "apart in that layout are indexer and its kv, with runs of 8.25 KiB and 1.12 KiB, pages of 503 KiB and 4.29 MiB"
     )
+
+
+def test_of_a_near_model_only_pools_of_families_asked_for_have_a_say() -> None:
+    """Its states are far slower in page_first_direct, so both of its pools together are best in page_first."""
+    content = measured("qwen3-next", layouts=("page_first_direct", "page_first"))
+    for row in content["rows"]:
+        if (row["pool"], row["layout"]) == ("mamba", "page_first_direct"):
+            row["cells"][0]["timing"] = timing(9.0)
+    both = nearest(content, presets.model("qwen3-next").values())
+    assert both
+    assert (both.taken.layout, both.alone) == ("page_first", ())
+    asked = presets.model("gpt-oss-20b").values()
+    alone = nearest(content, asked)
+    assert alone
+    assert (alone.taken.layout, alone.alone) == ("page_first_direct", ("kv",))
+    assert sentence(content, asked) == (
+        "nearest is qwen3-next, for whose kv alone page_first_direct with kernel is best: it has pools of the same "
+        "families, and in that layout runs and pages are as long as its own"
+    )
+
+
+def test_where_a_near_model_has_no_family_that_is_asked_for_all_its_pools_have_a_say() -> None:
+    near = nearest(measured("qwen3-next"), presets.model("deepseek-v3").values())
+    assert near
+    assert (near.taken.layout, near.alone) == ("page_first", ())
+    assert {other.pool for _, other in near.beside} <= {"kv", "mamba"}
 
 
 def test_no_model_is_near_that_has_no_pair_for_the_pools() -> None:

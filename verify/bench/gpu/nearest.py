@@ -37,11 +37,15 @@ class Shape:
 
 @dataclass(frozen=True)
 class Nearest:
-    """A measured model, the pair that is best for it, and for each pool of another model the nearest of its pools."""
+    """A measured model, the pair that is best for it, and for each pool of another model the nearest of its pools.
+
+    alone  the pools that the pair is best for, where those are not all of its pools
+    """
 
     model: str
     taken: Pair
     beside: tuple[tuple[Shape, Shape], ...]
+    alone: tuple[str, ...] = ()
 
     @property
     def distance(self) -> tuple[float, ...]:
@@ -49,14 +53,18 @@ class Nearest:
         return tuple(map(sum, zip(*(mine.distance(other) for mine, other in self.beside), strict=True)))
 
     def __str__(self) -> str:
-        """In a line, with the reason: the pool that it stands for least well."""
+        """In a line, with the reason: the pool that it stands for least well, if any differs."""
+        which = f"whose {', '.join(self.alone)} alone" if self.alone else "which"
         lacking = dict.fromkeys(mine.family for mine, other in self.beside if mine.family != other.family)
         families = f"it has no pool of family {', '.join(lacking)}" if lacking else "it has pools of the same families"
+        said = f"nearest is {self.model}, for {which} {self.taken.pair} is best: {families}"
         mine, other = max(self.beside, key=lambda shapes: shapes[0].distance(shapes[1]))
+        if not any(mine.distance(other)):
+            return f"{said}, and in that layout runs and pages are as long as its own"
         return (
-            f"nearest is {self.model}, for which {self.taken.pair} is best: {families}; furthest apart in that layout "
-            f"are {mine.pool} and its {other.pool}, with runs of {size(mine.run_bytes)} and {size(other.run_bytes)}, "
-            f"pages of {size(mine.page_bytes)} and {size(other.page_bytes)}"
+            f"{said}; furthest apart in that layout are {mine.pool} and its {other.pool}, with runs of "
+            f"{size(mine.run_bytes)} and {size(other.run_bytes)}, pages of {size(mine.page_bytes)} and "
+            f"{size(other.page_bytes)}"
         )
 
 
@@ -77,9 +85,11 @@ def nearest(
     """Of the measured models the one whose pools are most like these, by `Shape`; None where none has a pair for them.
 
     Each is compared in the layout that is best for it, of those pairs that these pools can have, and with pages of
-    `page_size` tokens where they were measured.
+    `page_size` tokens where they were measured. Its pools of other families have no say in that, unless it has no
+    others.
     """
     storing = [spec for spec in specs if spec.page_bytes]
+    families = {spec.family for spec in storing}
 
     def possible(way: Way) -> bool:
         asked = ((spec, direction) for spec in storing for direction in DIRECTIONS)
@@ -87,12 +97,14 @@ def nearest(
 
     near: list[Nearest] = []
     for model, pools, every in _measured(content, layouts, page_size):
-        found = [way for way in every if possible(way)]
+        akin = [way for way in every if pools[way.pool].family in families] or every
+        found = [way for way in akin if possible(way)]
         if storing and (able := pairs(found)):
-            taken = choose(able).taken
-            measured = [Shape.of(pools[name], taken.layout) for name in dict.fromkeys(way.pool for way in found)]
+            taken, names = choose(able).taken, tuple(dict.fromkeys(way.pool for way in found))
+            measured = [Shape.of(pools[name], taken.layout) for name in names]
             asked = [Shape.of(spec, taken.layout) for spec in storing]
-            near.append(Nearest(model, taken, tuple((mine, min(measured, key=mine.distance)) for mine in asked)))
+            beside = tuple((mine, min(measured, key=mine.distance)) for mine in asked)
+            near.append(Nearest(model, taken, beside, names if len(akin) < len(every) else ()))
     return min(near, key=lambda one: one.distance, default=None)
 
 

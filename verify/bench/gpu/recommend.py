@@ -252,7 +252,7 @@ def _best(where: tuple[str, str], choice: Choice[Way]) -> str:
         f"transfer takes {way.submit_s * 1e6:,.0f} µs of the host, and a matmul beside it {way.lost_s * 1e6:,.0f} µs "
         "longer"
     )
-    return f"{text}. {_others(choice)}"
+    return f"{text}. {_others(choice, 'a transfer')}"
 
 
 def _one_pair(what: str, found: Sequence[Way]) -> str:
@@ -265,15 +265,18 @@ def _one_pair(what: str, found: Sequence[Way]) -> str:
         f"{what}: take {taken.pair}: {_spread(taken.fraction)} of what the best pair of each pool and direction "
         f"reaches; least in {way.pool} {way.direction}, {share:.1%}"
     )
-    return f"{text}. {_others(choice)}"
+    return f"{text}. {_others(choice, 'a transfer of each pool each way')}"
 
 
 def _spread(fraction: Fraction) -> str:
     return f"{fraction.value:.1%} ({fraction.low:.1%} to {fraction.high:.1%})"
 
 
-def _others(choice: Choice[Way] | Choice[Pair]) -> str:
-    """What is level, by backend, and how far behind the next one is."""
+def _others(choice: Choice[Way] | Choice[Pair], taking: str) -> str:
+    """What is level, by backend; why the fastest is not taken; how far behind the next one is.
+
+    taking  what it is that takes time of host and model
+    """
     layouts: dict[str, list[str]] = {}
     for option in choice.level:
         if option is not choice.taken:
@@ -281,7 +284,12 @@ def _others(choice: Choice[Way] | Choice[Pair]) -> str:
     level = "; ".join(f"{backend} in {', '.join(names)}" for backend, names in layouts.items())
     text = f"Level within noise: {level}. " if level else ""
     if choice.fastest is not choice.taken:
-        text += f"The fastest figure is that of {choice.fastest.pair}, {choice.fastest.fraction.value:.1%}. "
+        its, mine = (f"{option.taken_s * 1e6:,.0f} µs" for option in (choice.fastest, choice.taken))
+        text += (
+            f"The fastest figure is that of {choice.fastest.pair}, {choice.fastest.fraction.value:.1%}, but noise "
+            "does not tell it from what is advised, which takes less of the host and of a matmul beside it: "
+            f"{mine} for {taking}, not {its}. "
+        )
     if not choice.behind:
         return text + "Nothing was behind."
     ratio = choice.behind.fraction.value / choice.fastest.fraction.value

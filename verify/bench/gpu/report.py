@@ -11,7 +11,17 @@ from verify.bench.report import Table, size
 
 Content = dict[str, Any]
 NAMES = ["model", "pool", "layout", "direction", "moved", "run", "piece"]
-VERDICTS = ["best", "SGLang's path", "target", "met"]
+VERDICTS = ["best", "ours by SGLang's name", "target", "met"]
+LEGEND = (
+    "moved: pages × bytes of each; run: bytes that lie together on both sides, of every length that moves; piece: "
+    "bytes of a page that lie together on the host, 0 B where its layers lie apart",
+    "best: the fastest of our backends; ours by SGLang's name: those of our backends that are named like the paths "
+    "that SGLang takes here, × ratio to the best. SGLang's own code is other code: what was measured of it is told by "
+    "`python -m verify audit`, and by notebook 04_pairings",
+    "target: percent of memcpy that the best backend is to reach with such a run and piece, - where none is set; met: "
+    "whether it does. A lone NO is a rate that falls short in that row, nothing worse: wrong bytes read `wrong`. "
+    f"Targets are meant for full payloads: verdicts count them in portions {' and '.join(targets.FULL)} alone",
+)
 
 
 def line(row: Row) -> str:
@@ -93,7 +103,7 @@ def _title(content: Content, rows: list[Content]) -> str:
             for limit in session["ceilings"]
         ]
         lines.append(f"{device['name'] if device else session['settings']['platform']}: memcpy {', '.join(limits)}")
-    return "\n".join([*lines, _submits(rows)])
+    return "\n".join([*lines, _submits(rows), *LEGEND])
 
 
 def _submits(rows: list[Content]) -> str:
