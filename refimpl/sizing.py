@@ -15,8 +15,8 @@ with its padded size, pages times `P`, extra page included: the indexer has at l
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
-from fractions import Fraction
 from typing import Literal, get_args
 
 from refimpl.geometry import PoolSpec, require_whole
@@ -60,8 +60,7 @@ def pages_for_ratio(spec: PoolSpec, device_slots: int, ratio: float, rule: Rule 
     require_whole("device_slots", device_slots)
     require_ratio("ratio", ratio)
     if rule == "fit":
-        # As it is written: 100 × 1.16 is 116, and 115.99999999999999 in floating point.
-        return int(device_slots * Fraction(str(float(ratio)))) // spec.page_size
+        return _rounded_down(device_slots * ratio) // spec.page_size
     if spec.family in _PAGES_FOR_RATIO:
         return _PAGES_FOR_RATIO[spec.family](device_slots, ratio, spec.page_size)
     return _padded(int(device_slots * ratio), spec.page_size)
@@ -132,6 +131,11 @@ def _require_bytes(spec: PoolSpec, nbytes: int) -> None:
 def _require_sized_by_bytes(spec: PoolSpec) -> None:
     if spec.family in _PAGES_FOR_RATIO:
         raise ValueError(f"SGLang sizes no {spec.family} pool by bytes ({spec.name!r}); use pages_for_ratio")
+
+
+def _rounded_down(number: float) -> int:
+    """What floating point leaves just below a whole number is that number: 100 times 1.16 is 116."""
+    return round(number) if math.isclose(number, round(number), rel_tol=1e-15) else int(number)
 
 
 def _padded(slots: int, page_size: int) -> int:
