@@ -28,6 +28,7 @@ from verify.bench.gpu import calls, cases, matmul, measure, report, targets
 from verify.bench.gpu.cases import Case, Mover, Portion
 from verify.bench.gpu.clock import HostClock, Series, Start, clock
 from verify.bench.gpu.results import SCHEMA, Results, sglang
+from verify.bench.gpu.variants import VARIANTS
 from verify.bench.report import as_text
 from verify.toys import TOYS
 
@@ -78,6 +79,19 @@ def test_every_figure_follows_from_the_samples(content: dict[str, Any]) -> None:
         assert cell["gb_per_s"] == row["payload_bytes"] / cell["timing"]["median_s"] / 1e9
         assert cell["percent_of_ceiling"] == pytest.approx(100 * cell["gb_per_s"] / ceilings[row["direction"]])
         assert sum(run["bytes"] * run["count"] for run in row["runs"]) == row["payload_bytes"]
+
+
+def test_calls_are_timed_only_inside() -> None:
+    device = emulated()
+    before = vars(device).keys()
+    with calls.spent("emulated") as found:
+        event = device.record(device.current())
+        device.wait("another", event)
+    assert len(found) == 3
+    assert all(seconds > 0 for seconds in found)
+    device.record(device.current()).synchronize()
+    assert len(found) == 3
+    assert vars(device).keys() == before
 
 
 def test_a_matmul_is_measured_beside_transfers(content: dict[str, Any]) -> None:
@@ -219,6 +233,10 @@ def test_the_gpu_backends_are_measured_on_an_emulated_device() -> None:
     jsonschema.validate(found, json.loads(SCHEMA.read_text()))
     assert not [cell["reason"] for _, cell in [*cells(found, "wrong"), *cells(found, "failed")]]
     assert {cell["mover"] for _, cell in cells(found, "measured")} == {m.name for m in (*movers, *HERE[2:])}
+    for _, cell in cells(found, "measured"):
+        ours = cell["mover"] not in VARIANTS
+        assert (cell["calls_s"] is not None) == ours, "of a submit it is told what calls of the device take"
+        assert not ours or 0 < cell["calls_s"] < max(cell["submit"]["samples_s"])
 
 
 # ---- targets
@@ -302,12 +320,14 @@ def test_a_submit_is_judged_without_the_calls_that_it_makes() -> None:
     waited["cells"][0] |= {"submit": {"median_s": 9.0}, "kernels": 0, "held": False}
     half: dict[str, Any] = row({"staged": 90}) | {"payload_bytes": 2**27}
     half["cells"][0] |= {"submit": {"median_s": 579e-6}, "kernels": 0, "held": True}
+    exact: dict[str, Any] = row({"staged": 90})  # where its own calls were measured, single ones do not count
+    exact["cells"][0] |= {"submit": {"median_s": 1e-3}, "kernels": 0, "held": True, "calls_s": 400e-6}
     sessions = [{"calls": single_calls((1, 1e-4), (100, 2e-4))}]
-    lines = targets.verdicts({"sessions": sessions, "rows": [found, waited, half]}, sglang())
+    lines = targets.verdicts({"sessions": sessions, "rows": [found, waited, half, exact]}, sglang())
     assert [line for line in lines if "taken away" in line] == [
         "met: submit of direct, the calls taken away: 1 of 1; worst 5e-05 s against 0.0001 s "
         "(MHA Llama-8B, page 64 kv, page_head, backup)",
-        "MISSED: submit of staged, the calls taken away: 1 of 2; worst 0.00026 s against 0.00025 s "
+        "MISSED: submit of staged, the calls taken away: 1 of 3; worst 0.0006 s against 0.0005 s "
         "(MHA Llama-8B, page 64 kv, page_head, backup)",
     ]
 

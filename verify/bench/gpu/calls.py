@@ -1,12 +1,15 @@
-"""What single calls of the runtime take of the host: a backend that makes them cannot take less.
+"""What calls of the runtime take of the host: a backend that makes them cannot take less.
 
-Timed as transfers are, behind a held stream. A batched copy costs so much to begin and so much for each descriptor,
-nearly all of it inside the driver. The verdicts of `targets` take that away from what backends need to submit.
+Those of a transfer, and single ones, timed as transfers are, behind a held stream. A batched copy costs so much to
+begin and so much for each descriptor, nearly all of it inside the driver. The verdicts of `targets` take that away from
+what backends need to submit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -26,6 +29,8 @@ RUN = 8 << 10  # bytes of each
 APART = 8  # runs lie so many times their bytes apart, as pages of a pool do: an address costs the driver a look-up
 SAMPLES = 20
 
+PORT = ("current", "record", "wait", "copy", "launch")  # what a prepared transfer calls of a device
+
 
 def measure(clock: Clock, arena: Arena, counts: Sequence[int] = COUNTS) -> list[Call]:
     """Copies to the host in batches of several sizes, a launch that finds nothing to do, and an event that is awaited.
@@ -44,6 +49,30 @@ def measure(clock: Clock, arena: Arena, counts: Sequence[int] = COUNTS) -> list[
     ]
     device.record(device.current()).synchronize()  # the memory is somebody else's next
     return found
+
+
+@contextmanager
+def spent(platform: str) -> Iterator[list[float]]:
+    """Seconds of each call of the device inside, which is CUDA, CuPy and torch, and a few microseconds of ours."""
+    device, found = runtime(platform), list[float]()
+
+    def timed(call: Callable[..., Any]) -> Callable[..., Any]:
+        def within(*arguments: Any, **more: Any) -> Any:
+            begin = time.perf_counter()
+            try:
+                return call(*arguments, **more)
+            finally:
+                found.append(time.perf_counter() - begin)
+
+        return within
+
+    for name in PORT:
+        setattr(device, name, timed(getattr(device, name)))
+    try:
+        yield found
+    finally:
+        for name in PORT:
+            delattr(device, name)
 
 
 def memory_needed(counts: Sequence[int] = COUNTS) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +16,7 @@ from refimpl.backends import registry
 from refimpl.host_buffers import HostBuffers
 from refimpl.support import DIRECTIONS
 from verify.arena import ALIGNMENT, Arena
-from verify.bench.gpu import ceilings, matmul
+from verify.bench.gpu import calls, ceilings, matmul
 from verify.bench.gpu.cases import Case, Mover, Portion
 from verify.bench.gpu.clock import Clock, Run, Series, Start, latencies
 from verify.bench.gpu.record import Cell, Row
@@ -258,9 +259,30 @@ class Attempt:
             Timing(series.submit_s),
             series.held,
         )
+        on_a_device = clock.platform != "cpu" and self.mover.backend not in VARIANTS
+        if on_a_device and series.held is not False and not effort.slow(first):
+            self.cell.calls_s = self._within_calls(self.cell.submit.median_s)
         self.cell.gb_per_s = self.row.payload_bytes / self.cell.timing.median_s / 1e9
         ceiling = ceilings.of(self.bench.ceilings, self.direction, self.row.payload_bytes)
         self.cell.percent_of_ceiling = 100 * self.cell.gb_per_s / ceiling
+
+    def _within_calls(self, submit_s: float) -> float:
+        taken: list[float] = []
+        with calls.spent(self.bench.clock.platform) as found:
+
+            def start() -> Run:
+                run = self.prepare(self.stage.at)
+
+                def alone() -> Receipt:
+                    found.clear()
+                    receipt = run()
+                    taken.append(sum(found))
+                    return receipt
+
+                return alone
+
+            self.bench.clock.series(start, 3, 3 * submit_s)
+        return statistics.median(taken)
 
     def _latency(self, count: int | None = None) -> Timing:
         host, device = (slots[: self.rig.spec.page_size] for slots in self.stage.at)
