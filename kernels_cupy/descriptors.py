@@ -7,32 +7,32 @@ Addresses are int64 here, which wrap around as uint64 do; numba would make a flo
 from __future__ import annotations
 
 import numpy as np
-from numba import njit, types
+from numba import types
+
+from refimpl.compiled import compiled
 
 ADDRESSES, COPIES, NUMBER = types.int64[::1], types.int64[:, ::1], types.int64
 END = types.Tuple((ADDRESSES, ADDRESSES, NUMBER, NUMBER, NUMBER))
 
-NONE = np.empty(0, np.int64)
-
 # Where page 0 of each layer begins, how far from an item's start its runs do, and bytes of a page, entries of a page,
 # bytes of an entry.
-End = tuple[np.ndarray, np.ndarray, int, int, int]
+Ends = tuple[np.ndarray, np.ndarray, int, int, int]
 
 
-@njit(NUMBER(NUMBER, NUMBER, NUMBER, NUMBER), cache=True, nogil=True)
+@compiled(NUMBER(NUMBER, NUMBER, NUMBER, NUMBER))
 def distance(item: int, page: int, entries: int, entry_bytes: int) -> int:
     """Bytes from item 0 to another one."""
     return item * page if entries == 1 else item // entries * page + item % entries * entry_bytes
 
 
-@njit(types.boolean(ADDRESSES, NUMBER), cache=True, nogil=True)
+@compiled(types.boolean(ADDRESSES, NUMBER))
 def begins_one(begins: np.ndarray, address: int) -> bool:
     """Whether one of the registrations that begin there, in ascending order, begins at an address."""
     at = np.searchsorted(begins, address)
     return bool(at < len(begins) and begins[at] == address)
 
 
-@njit(NUMBER(COPIES, NUMBER, NUMBER, NUMBER, NUMBER, types.boolean), cache=True, nogil=True)
+@compiled(NUMBER(COPIES, NUMBER, NUMBER, NUMBER, NUMBER, types.boolean))
 def added(copies: np.ndarray, count: int, host: int, other: int, nbytes: int, goes_on: bool) -> int:
     """One run more, as part of the last copy or as a copy of its own; returns how many there are."""
     if goes_on:
@@ -42,13 +42,13 @@ def added(copies: np.ndarray, count: int, host: int, other: int, nbytes: int, go
     return count + 1
 
 
-@njit(NUMBER(COPIES, NUMBER, END, ADDRESSES, END, ADDRESSES, NUMBER, types.boolean, ADDRESSES), cache=True, nogil=True)
+@compiled(NUMBER(COPIES, NUMBER, END, ADDRESSES, END, ADDRESSES, NUMBER, types.boolean, ADDRESSES))
 def describe_runs(
     copies: np.ndarray,
     count: int,
-    host: End,
+    host: Ends,
     host_items: np.ndarray,
-    device: End,
+    device: Ends,
     device_items: np.ndarray,
     run: int,
     page_after_page: bool,
@@ -78,7 +78,7 @@ def describe_runs(
     return count
 
 
-@njit(types.void(COPIES, ADDRESSES, COPIES, ADDRESSES, NUMBER, ADDRESSES, ADDRESSES, ADDRESSES), cache=True, nogil=True)
+@compiled(types.void(COPIES, ADDRESSES, COPIES, ADDRESSES, NUMBER, ADDRESSES, ADDRESSES, ADDRESSES))
 def describe_chunks(
     copies: np.ndarray,
     edges: np.ndarray,
@@ -110,11 +110,3 @@ def describe_chunks(
                 there += nbytes
                 next_at, next_there = at + nbytes, there
         edges[chunk + 1] = count
-
-
-def merged(host: np.ndarray, other: np.ndarray, run: int, begins: np.ndarray = NONE) -> np.ndarray:
-    """Runs of so many bytes at addresses (uint64): `[host, other, bytes]` of the copies that they come to."""
-    copies, only = np.empty((3, len(host)), np.int64), np.zeros(1, np.int64)
-    there, here = ((np.ascontiguousarray(side).view(np.int64), only, 0, 1, 0) for side in (host, other))
-    count = describe_runs(copies, 0, there, only, here, only, run, False, begins.view(np.int64))
-    return copies[:, :count].view(np.uint64)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -44,7 +44,7 @@ class Job:
         return host.view(np.uint64), device.view(np.uint64)
 
     @cached_property
-    def ends(self) -> tuple[descriptors.End, descriptors.End]:
+    def ends(self) -> tuple[descriptors.Ends, descriptors.Ends]:
         """Host and device as `descriptors.describe_runs` takes them."""
         host, device = (
             (end.starts.view(np.int64), offsets.view(np.int64), end.page, end.entries, end.entry_bytes)
@@ -179,7 +179,7 @@ def begins_and_offsets(plan: Plan) -> tuple[np.ndarray, np.ndarray]:
     return found
 
 
-def registration_of(begins: np.ndarray | Sequence[int], addresses: np.ndarray) -> np.ndarray:
+def registration_of(begins: np.ndarray, addresses: np.ndarray) -> np.ndarray:
     """Number of the registration that holds each address, of those that begin at `begins`."""
     return np.maximum(np.searchsorted(begins, addresses, side="right") - 1, 0)
 

@@ -46,7 +46,8 @@ class PageAllocator:
             self._used, self._kept = np.zeros(self.num_pages, bool), np.zeros(self.num_pages, bool)
             self._leaving = self._locks > 0
             self._leaving[: self.reserved] = False
-            self._append(np.flatnonzero(~self._leaving[self.reserved :]) + self.reserved)
+            free = np.flatnonzero(~self._leaving[self.reserved :]) + self.reserved
+            self._ring[: len(free)], self._count = free, len(free)
 
     @property
     def size(self) -> int:
@@ -78,10 +79,13 @@ class PageAllocator:
         pages = check(indices, self.page_size, self.num_pages, "freed", unique=True)
         with self._lock:
             self._require_used(pages)
-            self._used[pages] = self._kept[pages] = False
             locked = self._locks[pages] > 0
-            self._leaving[pages[locked]] = True
-            self._append(pages[~locked])
+            leaving, gone = pages[locked], pages[~locked]
+            places, count = self._behind(gone)
+            # Nothing is called from here on: an interrupt finds all of it done, or nothing.
+            self._used[pages] = self._kept[pages] = False
+            self._leaving[leaving] = True
+            self._ring[places], self._count = gone, count
         return len(pages) * self.page_size
 
     def free_rest(self, indices: torch.Tensor) -> int:
@@ -130,10 +134,13 @@ class PageAllocator:
             short = distinct[self._locks[distinct] < times]
             if len(short):
                 raise ValueError(f"slot {short[0] * self.page_size} is not locked so often")
-            self._locks[distinct] -= times
-            gone = distinct[self._leaving[distinct] & (self._locks[distinct] == 0)]
+            left = self._locks[distinct] - times
+            gone = distinct[self._leaving[distinct] & (left == 0)]
+            places, count = self._behind(gone)
+            # As in `free`: nothing is called from here on.
+            self._locks[distinct] = left
             self._leaving[gone] = False
-            self._append(gone)
+            self._ring[places], self._count = gone, count
 
     # ---- what is known of each page, `[num_pages]`, to be read only
 
@@ -162,9 +169,10 @@ class PageAllocator:
         if len(idle):
             raise ValueError(f"slot {idle[0] * self.page_size} is not allocated: freed twice, or never handed out")
 
-    def _append(self, pages: np.ndarray) -> None:
-        self._ring[(self._head + self._count + np.arange(len(pages))) % max(self.num_pages, 1)] = pages
-        self._count += len(pages)
+    def _behind(self, pages: np.ndarray) -> tuple[np.ndarray, int]:
+        """Where in the ring pages come that are free again, and how many there are then."""
+        places = (self._head + self._count + np.arange(len(pages))) % max(self.num_pages, 1)
+        return places, self._count + len(pages)
 
 
 def _read_only(array: np.ndarray) -> np.ndarray:

@@ -103,7 +103,7 @@ class Stack:
 
     def close(self) -> None:
         """Close every host pool, riders first, whatever the others raise. Idempotent."""
-        self._built.close()
+        self.host.close()
 
     def __enter__(self) -> Stack:
         return self

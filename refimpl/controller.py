@@ -74,10 +74,15 @@ class Controller(Queues):
                     (states if self._in_place(batch, name) else others).append((batch, name))
             for move in states:
                 self._move(*move)
-            if states:
-                self._protect()
-            for move in others:
-                self._move(*move)
+            copied = self.runtime.record(self._streams["states"]) if states else None
+            try:
+                if copied:  # slots of a window are looked up once for all pools of a batch
+                    self.runtime.wait(self._streams["backup"], copied)
+                for move in others:
+                    self._move(*move)
+            finally:
+                if copied:
+                    self._protect(copied)
         return len(batches)
 
     def start_loading(self) -> int | None:
@@ -167,13 +172,9 @@ class Controller(Queues):
             self.runtime.wait(stream, self.runtime.record(other))
         batch.finished = self.runtime.record(stream, timed=True)
 
-    def _protect(self) -> None:
-        """The model's next step, which overwrites states in place, comes after the copies of states, and no others.
-
-        What is backed up beside them does so too: slots of a window are looked up once for all pools of a batch.
-        """
-        copied = self.runtime.record(self._streams["states"])
-        for stream in (self.runtime.current(), self.fences["backup"], self._streams["backup"]):
+    def _protect(self, copied: Event) -> None:
+        """The model's next step, which overwrites states in place, comes after the copies of states, and no others."""
+        for stream in (self.fences["backup"], self.runtime.current()):
             if stream is not None:
                 self.runtime.wait(stream, copied)
 

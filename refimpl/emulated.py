@@ -52,6 +52,7 @@ class Queued:
 
     what: Callable[[], object]
     after: QueuedEvent | None = None
+    runs: bool = False
 
 
 class QueueRuntime:
@@ -231,7 +232,7 @@ class QueueRuntime:
                 for stream in ready:
                     ranks.setdefault(stream, self._random.random())
                 chosen = self._random.choice(ready) if take_turns else max(ready, key=ranks.__getitem__)
-                self._queues[chosen].popleft().what()
+                self._run_first_of(self._queues[chosen])
 
     def advance(self, most: int = 1) -> int:
         """Run so many operations in any legal order, or as many as there are. Returns how many."""
@@ -240,12 +241,28 @@ class QueueRuntime:
                 ready = self._ready()
                 if not ready:
                     return count
-                self._queues[self._random.choice(ready)].popleft().what()
+                self._run_first_of(self._queues[self._random.choice(ready)])
         return most
+
+    @staticmethod
+    def _run_first_of(queue: deque[Queued]) -> None:
+        """An interrupt leaves it in the queue, to be run again; an error does not."""
+        first = queue[0]
+        try:
+            first.runs = True
+            first.what()
+            queue.popleft()
+        except Exception:
+            queue.popleft()
+            raise
+        except BaseException:
+            first.runs = False
+            raise
 
     def _ready(self) -> list[Hashable]:
         """Streams whose next operation may run."""
-        return [s for s, q in list(self._queues.items()) if q and (q[0].after is None or q[0].after.passed)]
+        fronts = [(stream, queue[0]) for stream, queue in list(self._queues.items()) if queue]
+        return [s for s, first in fronts if not first.runs and (first.after is None or first.after.passed)]
 
     def synchronize(self) -> None:
         """Run everything, and forget streams that have nothing left to do."""

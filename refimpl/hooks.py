@@ -9,9 +9,10 @@
 | `load …`             | the same four of a load                                                             |
 | `load layer 3`       | in the stream of loads, before layer 3                                              |
 
-What is held in a stream holds what comes behind it in that stream, nothing else. The host does not wait, with one
-exception: a backend that must read an index list back from the device (`direct`; `staged` those of the host) waits for
-all that comes before it in the stream, a hold included.
+What is held in a stream holds what comes behind it in that stream, nothing else. The host does not wait, with two
+exceptions. A backend that must read an index list back from the device (`direct`; `staged` those of the host) waits for
+all that comes before it in the stream, a hold included. And on a CPU the host waits for copies of states: if they are
+held, `start_writing` submits everything and then raises `Stuck`.
 """
 
 from __future__ import annotations

@@ -83,7 +83,7 @@ class HostPool(HostBuffers):
         self.backend, self.profile, self.platform = backend, profile, platform
         # Who submits something now, once for each time: threads, with the pool (this one, or a rank of it).
         self.users: list[tuple[int, HostPool, object]] = []
-        self._closing, self._one_closes = False, threading.RLock()
+        self._closing, self._closes, self._one_closes = False, False, threading.RLock()
         # For each device pool, plans by kind of item and the addresses that they were made for.
         self._plans: weakref.WeakKeyDictionary[DevicePool, dict[bool, tuple[tuple[int, ...], Plan]]]
         self._plans = weakref.WeakKeyDictionary()
@@ -291,8 +291,8 @@ class HostPool(HostBuffers):
     def close(self) -> None:
         """Wait for copies under way, undo registrations, let go of the memory, give the budget back. Idempotent.
 
-        Whoever closes it returns when it is closed. An interrupt leaves it closed to transfers: close it again. Within
-        a closing of the same thread (in a signal handler, say) the outer one goes on afterwards.
+        Whoever closes it returns when it is closed; but within a closing of the same thread (in a signal handler, say)
+        at once, and that one goes on. An interrupt leaves it closed to transfers: close it again.
 
         `RuntimeError` inside a transfer of this thread (in a signal handler, say), which it would wait for.
         """
@@ -306,7 +306,13 @@ class HostPool(HostBuffers):
         while self._uses():
             time.sleep(LOOKS_AGAIN_S)
         with self._one_closes:
-            call_all(self._ends())
+            if self._closes:
+                return
+            self._closes = True
+            try:
+                call_all(self._ends())
+            finally:
+                self._closes = False
 
     def require_open(self) -> None:
         """`ValueError` if it was closed, or somebody is about to."""

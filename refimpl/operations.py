@@ -54,6 +54,8 @@ class Lock:
 
     def _times(self) -> int:
         pages = self.slots[:1].numpy() // self.allocator.page_size
+        if not self.allocator.num_pages:
+            return 0
         return int(self.allocator.locks.take(pages, mode="clip").sum())  # a page outside is for the allocator to refuse
 
 

@@ -12,6 +12,7 @@ import ctypes
 import mmap
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from typing import Any, Protocol
 
@@ -43,7 +44,8 @@ class Block:
         self.chunks = chunks
         self._registrar = registrar
         self._first: list[Callable[[], None]] = []
-        weakref.finalize(self, _close, self._first, registrar, chunks)
+        self._doubtful: list[tuple[int, int]] = []
+        weakref.finalize(self, _forgotten, self._first, registrar, chunks, self._doubtful)
 
     def close_after(self, call: Callable[[], None]) -> None:
         """Call this before registrations are undone, however that comes about: it waits for whoever uses the memory."""
@@ -60,7 +62,7 @@ class Block:
 
     def close(self) -> None:
         """Undo every registration. Calling it again does what an interrupt has left."""
-        _close(self._first, self._registrar, self.chunks)
+        _close(self._first, self._registrar, self.chunks, self._doubtful)
 
 
 class HostMemory:
@@ -83,18 +85,21 @@ class HostMemory:
         tensor = self.map(nbytes)
         if self.registrar is None or not nbytes:
             return Block(tensor, None, [])
-        begun: list[tuple[int, int]] = []
+        done, doubtful = list[tuple[int, int]](), list[tuple[int, int]]()
         try:
             for chunk in chunk_ranges(tensor.data_ptr(), nbytes, piece_bytes, registration_limit):
-                begun.append(chunk)  # before: an interrupt comes right behind the call
+                doubtful += (chunk,)  # before: an interrupt comes behind the call, or before the driver was asked
                 try:
                     self.registrar.register(*chunk)
                 except Exception:
-                    begun.pop()
+                    doubtful.clear()
                     raise
-            return Block(tensor, self.registrar, begun)
+                done += doubtful
+                del doubtful[:]
+            return Block(tensor, self.registrar, done)
         except BaseException:
-            _unregister(self.registrar, begun)
+            with suppress(Exception):  # the reason is what counts
+                _unregister(self.registrar, done, doubtful)
             raise
 
     def map(self, nbytes: int) -> torch.Tensor:
@@ -164,17 +169,43 @@ class CudaRegistrar:
         library.check(error, f"{function} at {address:#x}")
 
 
-def _close(first: list[Callable[[], None]], registrar: Registrar | None, chunks: list[tuple[int, int]]) -> None:
-    call_all((*first, partial(_unregister, registrar, chunks)))
+def _close(
+    first: list[Callable[[], None]],
+    registrar: Registrar | None,
+    chunks: list[tuple[int, int]],
+    doubtful: list[tuple[int, int]],
+) -> None:
+    call_all((*first, partial(_unregister, registrar, chunks, doubtful)))
 
 
-def _unregister(registrar: Registrar | None, chunks: list[tuple[int, int]]) -> None:
-    """The last one first. Each is taken off the list once it is undone, or cannot be."""
+def _forgotten(*block: Any) -> None:
+    """Nobody can call again what is interrupted here."""
     try:
-        while registrar and chunks:
-            registrar.unregister(chunks[-1][0])
-            chunks.pop()
-    except Exception:
-        chunks.pop()
-        _unregister(registrar, chunks)
+        _close(*block)
+    except BaseException:
+        _close(*block)
         raise
+
+
+def _unregister(registrar: Registrar | None, chunks: list[tuple[int, int]], doubtful: list[tuple[int, int]]) -> None:
+    """The last one first, each taken off the list; whatever the others raise.
+
+    doubtful  chunks at which an interrupt came: whether the driver knows them by now nobody can tell but the driver
+    """
+    if registrar is None:
+        return
+    for address, _ in doubtful:
+        with suppress(Exception):
+            registrar.unregister(address)
+    del doubtful[:]
+    failure: Exception | None = None
+    while chunks:
+        doubtful += chunks[-1:]
+        del chunks[-1]  # nothing is called between these two
+        try:
+            registrar.unregister(doubtful[-1][0])
+        except Exception as error:
+            failure = error
+        del doubtful[:]
+    if failure:
+        raise failure

@@ -485,7 +485,7 @@ class PrefixCache:
         acks, self.early = [*self.early, *(ack for ack in ended if id(ack) not in asked_for), *acks], []
         told: list[Ack] = []
         for ack in sorted(acks, key=lambda ack: ack.direction == "backup"):
-            if isinstance(ack.tag, Ticket):
+            if isinstance(ack.tag, Ticket) and not ack.tag.done:  # by another tree of the controller, say
                 if not ack.error and self._is_early(ack.tag):
                     self.early.append(ack)
                     continue

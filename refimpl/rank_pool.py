@@ -73,7 +73,11 @@ class RankPool(HostPool):
             block.close_after(self._mover.close)
 
     def _uses(self) -> list[tuple[int, HostPool, object]]:
-        return [use for use in super()._uses() if use[1] is self]
+        return [use for use in super()._uses() if self._has(use[1])]
+
+    def _has(self, pool: HostPool) -> bool:
+        """Whether it is this one, or shares this one's memory as a rank of it."""
+        return pool is self or (isinstance(pool, RankPool) and self._has(pool.whole))
 
     def _ends(self) -> tuple[Callable[[], object], ...]:
         return *super()._ends(), self._leave

@@ -202,7 +202,9 @@ class Mark:
         return self.ended and self.event.query()
 
     def synchronize(self) -> None:
-        self.event.synchronize()
+        """Of work that goes on: what has been submitted by now."""
+        event = self.event if self.ended else self._runtime.record(self._stream)
+        event.synchronize()
 
 
 class Pending:
@@ -236,7 +238,7 @@ class Pending:
         call_all(mark.synchronize for mark in work)
         with self._lock:
             for mark in work:
-                if mark in self._work:  # mostly the first one
+                if mark.ended and mark in self._work:  # mostly the first one
                     self._work.remove(mark)
 
     def _let_go(self) -> None:

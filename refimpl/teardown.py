@@ -8,13 +8,15 @@ from collections.abc import Callable, Iterable
 def call_all(calls: Iterable[Callable[[], object]]) -> None:
     """Call them in order, also those behind one that fails. Raises what the last failing one raised.
 
-    An interrupt (no `Exception`) ends it there, for what comes next may rely on what was interrupted. So whoever is
-    interrupted calls again, and what can be interrupted can be called again.
+    The failure before it is its context. An interrupt (no `Exception`) ends it there, for what comes next may rely on
+    what was interrupted: whoever is interrupted calls again.
     """
-    rest = iter(tuple(calls))
-    try:
-        for call in rest:
+    failure: Exception | None = None
+    for call in tuple(calls):
+        try:
             call()
-    except Exception:
-        call_all(rest)
-        raise
+        except Exception as error:
+            error.__context__ = error.__context__ or failure
+            failure = error
+    if failure:
+        raise failure

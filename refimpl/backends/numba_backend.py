@@ -12,11 +12,12 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import njit, prange
+from numba import prange
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
 from refimpl.backends.protocol import OnTheHost
+from refimpl.compiled import compiled
 from refimpl.indices import Items
 from refimpl.plan import Loop, Move, Plan, Side
 from refimpl.receipt import Receipt
@@ -110,7 +111,7 @@ def fence(typingctx: Any) -> Any:
     return types.void(), generate
 
 
-@njit(nogil=True, cache=True)
+@compiled()
 def stream_bytes(to: int, source: int, nbytes: int) -> None:
     """memcpy by streaming stores, but for what lies outside whole lines of the destination."""
     at = -to % LINE
@@ -121,7 +122,7 @@ def stream_bytes(to: int, source: int, nbytes: int) -> None:
     copy_bytes(to + at, source + at, nbytes - at)  # pyright: ignore[reportCallIssue]
 
 
-@njit(parallel=True, nogil=True, cache=True)
+@compiled(parallel=True)
 def copy_runs(
     to: np.ndarray, source: np.ndarray, counts: np.ndarray, to_steps: np.ndarray, source_steps: np.ndarray, run: int
 ) -> None:

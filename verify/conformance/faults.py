@@ -194,14 +194,14 @@ class LocksNothingOnTheDevice(Controller):
 )
 @found_by(lifetimes.check_states_overwritten_by_the_caller, says="holds the states of the next step", kind="v4")
 class LetsStatesBeOverwritten(Controller):
-    def _protect(self) -> None:
+    def _protect(self, copied: Event) -> None:
         pass
 
 
 @found_by(lifetimes.check_states_overwritten_by_a_forward_pass, says="holds the states of the next step", kind="mamba")
 class LetsForwardPassesOverwriteStates(Controller):
-    def _protect(self) -> None:
-        _without_fence(self, "backup", super()._protect)
+    def _protect(self, copied: Event) -> None:
+        _without_fence(self, "backup", partial(super()._protect, copied))
 
 
 @found_by(lifetimes.check_states_do_not_wait_for_other_backups, says="the next step waits for a backup", kind="mamba")

@@ -24,7 +24,7 @@ from refimpl import HostPool, HostPoolGroup, PoolTransfer, build_stack, presets
 from refimpl.controller import Controller
 from refimpl.hooks import Hooks
 from refimpl.layer_done import SETS
-from refimpl.operations import DESTINATION, Dropped
+from refimpl.operations import DESTINATION, Batch, Dropped
 from refimpl.runtime import STREAMS, Stuck
 from refimpl.support import DIRECTIONS
 from refimpl.windows import WHEN, Window
@@ -480,6 +480,23 @@ def test_a_controller_may_be_left_in_the_middle_of_everything(way: Way) -> None:
         assert rig.counts() == before
 
 
+def test_on_a_cpu_what_is_held_is_submitted_all_the_same() -> None:
+    """Only the host cannot wait for the copies of states that a hook holds; what is queued beside them is not lost."""
+    stack = build_stack("qwen3-next", "page_first", "numba", device_pages=5, host_ratio=2.0, page_size=4)
+    controller = Controller(stack)
+    slots = {name: stack.device_slots[name].alloc(4 if name == "kv" else 1) for name in ("kv", "mamba")}
+    hold = controller.hooks.hold("backup copy")
+    assert controller.write("held", [PoolTransfer(name, None, held) for name, held in slots.items()])
+    with pytest.raises(Stuck):
+        controller.start_writing()
+    hold.release()
+    (ack,) = controller.acknowledge(wait=True)
+    assert ack.error is None
+    assert all(nbytes == sum(r.bytes for r in ack.receipts[name]) > 0 for name, nbytes in ack.bytes.items())
+    controller.close()
+    stack.close()
+
+
 def test_on_a_cpu_the_host_waits_where_a_stream_would() -> None:
     """What a model computes there is done at once: before it overwrites a state, and before it reads a layer."""
     stack = build_stack("qwen3-next", "page_first", "numba", device_pages=5, host_ratio=2.0, page_size=4)
@@ -560,15 +577,17 @@ def test_a_group_says_how_many_host_slots_it_lacks() -> None:
 @pytest.mark.emulated
 def test_an_interrupt_between_states_and_the_rest_ends_with_the_states(monkeypatch: pytest.MonkeyPatch) -> None:
     """Their copies run on a stream of their own: until they have ended the slots are nobody else's."""
+    move = Controller._move
 
-    def interrupted() -> None:
+    def interrupted(batch: Batch, name: str) -> None:
+        move(rig.controller, batch, name)
         raise KeyboardInterrupt
 
     with Rig(Controller, "mamba", "emulated", "kernel", "page_first") as rig:
         slots, _ = rig.on_device()
         rig.queue("backup", slots, None)
         with monkeypatch.context() as patched, rig.held("backup"):
-            patched.setattr(rig.controller, "_protect", interrupted)
+            patched.setattr(rig.controller, "_move", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 rig.controller.start_writing()
             with pytest.raises(Stuck, match="is something held"):

@@ -9,7 +9,8 @@ import numpy as np
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kernels_cupy.descriptors import describe_chunks, describe_runs, merged
+from kernels_cupy.descriptors import describe_chunks, describe_runs
+from verify.bench.gpu.variants import merged
 
 Copy = tuple[int, int, int]  # addresses and bytes
 HOST, DEVICE = 1 << 46, 1 << 44
@@ -41,7 +42,7 @@ def test_runs_are_joined_where_both_sides_go_on_and_nowhere_else() -> None:
     host = np.array([100, 108, 116, 200, 208, 300], np.uint64)
     device = np.array([500, 508, 600, 700, 708, 716], np.uint64)
     assert copies_of(merged(host, device, 8)) == [(100, 500, 16), (116, 600, 8), (200, 700, 16), (300, 716, 8)]
-    apart = merged(host, device, 8, np.array([0, 208], np.uint64))
+    apart = merged(host, device, 8, [0, 208])
     assert copies_of(apart) == [(100, 500, 16), (116, 600, 8), (200, 700, 8), (208, 708, 8), (300, 716, 8)]
 
 

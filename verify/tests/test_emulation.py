@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 import kernels_cupy
 from kernels_cupy import emu
-from kernels_cupy.descriptors import distance, merged
+from kernels_cupy.descriptors import distance
 from kernels_cupy.jobs import End, begins_and_offsets, device_addresses, registration_of
 from kernels_cupy.launches import Shape, launches, widest_word
 from kernels_cupy.lists import completion, place
@@ -31,6 +31,7 @@ from refimpl.emulated import POISON, QueuedEvent, QueueRuntime
 from refimpl.indices import Items, Unchecked, check, check_pair
 from refimpl.plan import Loop, Plan, Registration
 from verify import fill, sparse
+from verify.bench.gpu.variants import merged
 from verify.guarded import GuardedDevice, GuardedMemory, on_the_device
 from verify.sparse import GIB, PAGES, SPEC, Sparse, SparseMemory, device_pieces, far_pages, host_pieces, require_exactly
 
@@ -255,7 +256,7 @@ def test_addresses_past_the_precision_of_a_double_stay_exact() -> None:
     registrations = (Registration(top, top + 4096, top + 8192),)
     assert device_addresses(Plan((), registrations), np.array([top + 1], np.uint64)).tolist() == [top + 8193]
     runs = np.array([top, top + 7, top + 15], np.uint64)
-    assert merged(runs, runs, 7, begins(registrations)).tolist() == [[top, top + 15], [top, top + 15], [14, 7]]
+    assert merged(runs, runs, 7, begins(registrations).tolist()).tolist() == [[top, top + 15], [top, top + 15], [14, 7]]
     assert distance(2**31, 4096, 1, 0) == 2**43
     end = End(np.array([top], np.uint64), 1)
     (launch,) = launches(end, end, (), 1, "backup", Shape(1, 1, 16))
@@ -583,6 +584,39 @@ def test_an_upload_is_a_copy() -> None:
     array[:] = 9
     emulated().synchronize()
     assert memory.view(torch.int64).tolist() == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("advance", [False, True], ids=["waiting", "advancing"])
+def test_an_interrupted_operation_is_run_again(advance: bool) -> None:
+    """On a CPU this is the device: what it forgets is waited for in vain."""
+    queue, ran = QueueRuntime(lambda *_: None), list[str]()
+
+    def copy() -> None:
+        ran.append("begun")
+        if len(ran) == 1:
+            raise KeyboardInterrupt
+
+    queue.submit(copy, "a")
+    event = queue.record("a")
+    with pytest.raises(KeyboardInterrupt):
+        queue.advance() if advance else event.synchronize()
+    event.synchronize()
+    assert ran == ["begun", "begun"]
+
+
+def test_an_operation_that_fails_is_not_run_again() -> None:
+    queue, ran = QueueRuntime(lambda *_: None), list[str]()
+
+    def copy() -> None:
+        ran.append("begun")
+        raise OSError("the bus is down")
+
+    queue.submit(copy, "a")
+    event = queue.record("a")
+    with pytest.raises(OSError, match="the bus is down"):
+        event.synchronize()
+    event.synchronize()
+    assert ran == ["begun"]
 
 
 def test_nothing_runs_before_somebody_waits_and_no_more_than_is_needed() -> None:

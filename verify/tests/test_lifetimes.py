@@ -22,9 +22,12 @@ import torch
 from kernels_cupy.runtimes import emulated
 from refimpl import DevicePool, HostPool, presets, slots_of
 from refimpl.allocator import Budget
+from refimpl.emulated import QueueRuntime
 from refimpl.pinned import Block, HostMemory
 from refimpl.rank_pool import RankPool, part
+from refimpl.runtime import Pending
 from refimpl.support import DIRECTIONS
+from refimpl.teardown import call_all
 from verify import fill
 from verify.guarded import on_the_device
 
@@ -235,7 +238,9 @@ class Driver:
     def unregister(self, address: int) -> None:
         if self.moving != [0]:
             self.refused.append(f"{self.moving[0]} pieces of work are under way in memory that is unregistered")
-        self.registered.discard(address)
+        if address not in self.registered:
+            raise RuntimeError(f"{address:#x} is not registered")
+        self.registered.remove(address)
 
     def device_address(self, address: int, device: str) -> int:
         return address
@@ -263,6 +268,7 @@ def test_a_closing_may_be_interrupted_anywhere(backend: str, rank: bool, moving:
         met = True
         with suppress(KeyboardInterrupt):
             met = interrupted(host.close, at, interrupt)
+        host.close()
         for pool in reversed(movers):
             closing = threading.Thread(target=pool.close, daemon=True)
             closing.start()
@@ -284,7 +290,7 @@ def test_an_interrupt_while_memory_is_registered_leaves_none_registered(limit: i
         at += 1
         driver, blocks = Driver(moving), list[Block]()
         allocate = partial(HostMemory(driver).allocate, 1024, 256, limit)
-        with suppress(KeyboardInterrupt):
+        with suppress(KeyboardInterrupt):  # and nothing else, whatever it took to undo
             met = interrupted(lambda blocks=blocks, allocate=allocate: blocks.append(allocate()), at, interrupt)
         for block in blocks:
             block.close()
@@ -303,6 +309,99 @@ def test_an_interrupt_within_the_drivers_call_leaves_nothing_registered(moving: 
     with pytest.raises(KeyboardInterrupt):
         HostPool(SPEC, "page_first", PAGES, memory=HostMemory(driver), registration_limit=256)
     assert not driver.registered
+
+
+@swallowed
+@pytest.mark.parametrize("done", [False, True], ids=["before it is done", "when it is done"])
+def test_an_interrupt_while_a_forgotten_pool_is_unregistered_leaves_nothing_registered(
+    done: bool, moving: list[int]
+) -> None:
+    """Nobody can close it again."""
+    for at in range(1, 9):
+
+        class Impatient(Driver):
+            calls = 0
+
+            def unregister(self, address: int, at: int = at) -> None:
+                self.calls += 1
+                if self.calls == at and not done:
+                    raise KeyboardInterrupt
+                super().unregister(address)
+                if self.calls == at:
+                    raise KeyboardInterrupt
+
+        driver = Impatient(moving)
+        held = [HostPool(SPEC, "page_first", PAGES, memory=HostMemory(driver), registration_limit=256)]
+        assert len(driver.registered) == 8
+        held.clear()
+        assert (driver.registered, driver.calls > at) == (set(), True)
+
+
+@pytest.mark.parametrize("backend", ["direct", "staged"])
+def test_a_signal_handler_closes_a_pool_wherever_its_closing_is(backend: str, moving: list[int]) -> None:
+    at, met = 0, True
+    while met:
+        at += 1
+        driver = Driver(moving)
+        memory = HostMemory(driver)
+        host = HostPool(SPEC, "page_first", PAGES, backend, platform="emulated", staging_pages=4, memory=memory)
+        host.backup(DevicePool(SPEC, PAGES, "emulated"), HOST, DEVICE)
+        met = interrupted(host.close, at, host.close)
+        assert (moving, driver.registered, driver.refused) == ([0], set(), [])
+    assert at > 20
+
+
+def test_thousands_of_failures_keep_nothing_from_being_given_back() -> None:
+    done: list[int] = []
+
+    def fail(number: int) -> None:
+        done.append(number)
+        raise OutOfOrder(str(number))
+
+    with pytest.raises(OutOfOrder, match="2999") as raised:
+        call_all(partial(fail, number) for number in range(3000))
+    assert done == list(range(3000))
+    assert str(raised.value.__context__) == "2998"
+
+
+def test_work_that_goes_on_is_not_over_because_somebody_waited() -> None:
+    queue, ran, pending = QueueRuntime(lambda *_: None), list[int](), Pending()
+    (mark,) = pending.begin(queue, None, "a stream")
+    pending.wait()
+    queue.submit(lambda: ran.append(1), "a stream")
+    mark.ended = True
+    assert not mark.query()
+    pending.wait()
+    assert ran == [1]
+
+
+def test_a_rank_that_is_shared_out_again_waits_for_its_ranks() -> None:
+    spec = presets.mha(2, 4, 16, torch.uint8, page_size=2)
+    whole = HostPool(spec, "page_head", PAGES, "kernel", platform="emulated")
+    half = RankPool(whole, 0, 2)
+    quarter, submits, goes_on = RankPool(half, 0, 2), threading.Event(), threading.Event()
+    transfer = quarter.prepare(DevicePool(quarter.spec, PAGES, "emulated"), HOST, DEVICE, "backup")
+    execute = transfer.backend.execute
+
+    def slow(*arguments: Any) -> Any:
+        submits.set()
+        goes_on.wait(20)
+        return execute(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(transfer.backend, "execute", slow)
+        threads = [threading.Thread(target=transfer.run, daemon=True)]
+        threads[0].start()
+        assert submits.wait(20)
+        threads.append(threading.Thread(target=half.close, daemon=True))
+        threads[1].start()
+        threads[1].join(0.1)
+        assert threads[1].is_alive(), "closed, while a rank of it submits"
+        goes_on.set()
+        for thread in threads:
+            thread.join(20)
+    assert not any(thread.is_alive() for thread in threads)
+    whole.close()
 
 
 def test_whoever_closes_second_returns_when_the_pool_is_closed(moving: list[int]) -> None:

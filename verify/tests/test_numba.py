@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numba
 import pytest
 import torch
 
-from refimpl import Component, PoolSpec
+from refimpl import Component, PoolSpec, compiled
 from refimpl.backends.numba_backend import LINE, STREAM_FROM
 from verify import matrix
 from verify.matrix import Cell
@@ -22,3 +25,15 @@ def test_streamed_runs_are_exact_at_every_length(width: int, start: str, layout:
     spec = PoolSpec("rows", 2, 4, (Component("row", torch.uint8, dim=width),))
     for direction in ("backup", "load"):
         matrix.run(Cell("rows", layout, "numba", direction, rows="strided", start=start), spec)
+
+
+def test_loops_are_compiled_also_where_nothing_can_be_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a container that is read only, numba refuses to cache."""
+
+    def njit(*signature: Any, cache: bool = False, **options: Any) -> Any:
+        if cache:
+            raise RuntimeError("cannot cache function: no locator available")
+        return numba.njit(*signature, **options)
+
+    monkeypatch.setattr(compiled, "njit", njit)
+    assert compiled.compiled("int64(int64)")(lambda number: 2 * number)(4) == 8

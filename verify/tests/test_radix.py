@@ -826,6 +826,24 @@ def test_what_somebody_else_was_told_the_tree_takes_note_of_all_the_same(make: M
     assert sides(server.cache) == {"ab": "h"}
 
 
+def test_what_another_tree_has_taken_note_of_is_over_and_not_again(make: Make) -> None:
+    """A failed load is told to both; one that is under way by then keeps its slots."""
+    server = make()
+    sent_away(server, "ab")
+    other = PrefixCache(server.controller)
+    server.hooks.fail("load copy", RuntimeError("the bus is down"))
+    assert server.read(pages("ab")) is not None
+    (failed,) = other.check(wait=True)
+    assert "the bus is down" in str(failed.error)
+    assert sides(server.cache) == {"ab": "h"}
+    assert server.load_back(server.cache.match(pages("ab")))
+    server.start_loading()
+    server.cache.check()
+    assert server.cache.match(pages("ab")).arriving
+    server.check(wait=True)
+    assert sides(server.cache) == {"ab": "dh"}
+
+
 # ---- failures
 
 

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import ctypes
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 
-from kernels_cupy.descriptors import merged
+from kernels_cupy.descriptors import describe_runs
 from kernels_cupy.jobs import jobs, runs_and_bytes
 from kernels_cupy.launches import Shape
 from kernels_cupy.lists import place
@@ -101,6 +101,18 @@ def words_of_eight_bytes(
         return Receipt("words of 8 bytes", nbytes, runs, len(narrow), event=done)
 
     return run
+
+
+def merged(host: np.ndarray, other: np.ndarray, run: int, begins: Sequence[int] = ()) -> np.ndarray:
+    """Runs of so many bytes at addresses (64 bits): `[host, other, bytes]` of the copies that they come to.
+
+    begins  of registrations, ascending
+    """
+    copies, only = np.empty((3, len(host)), np.int64), np.zeros(1, np.int64)
+    there, here = ((np.ascontiguousarray(side).view(np.int64), only, 0, 1, 0) for side in (host, other))
+    edges = np.array(begins, np.uint64).view(np.int64)
+    count = describe_runs(copies, 0, there, only, here, only, run, False, edges)
+    return copies[:, :count].view(np.uint64)
 
 
 VARIANTS: dict[str, Callable[[HostBuffers, DevicePool, Indices, str, str], Callable[[], Receipt]]] = {
