@@ -10,6 +10,10 @@ queued, and what is locked meanwhile, is in `queueing.py`.
 On a CPU the work is queued too, and runs when somebody waits for it: `acknowledge(wait=True)`. What a caller computes
 there is in no queue, so where his stream would wait (`wait_until`; states that he overwrites), he does.
 
+Several controllers may share a stack. Each puts its own operations in order, no others: slots that are under way in one
+are for another when the first has acknowledged them. An interrupt leaves every operation queued, under way or told; but
+slots that a call was about to return may be lost with it.
+
 Steps and rules of upstream's `srt/managers/cache_controller.py` and `srt/mem_cache/l2_transfer.py`.
 """
 

@@ -18,14 +18,18 @@ A request goes through it like this:
     cache.release(match)                           # and free what is left
     controller.start_writing()
     cache.check()                                  # now and then: what has ended
+
+An interrupt (Ctrl-C, say) in the middle of a call leaves a tree that refuses every other one.
 """
 
 from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import wraps
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -120,6 +124,30 @@ class Match:
         return torch.cat(found) if found else torch.empty(0, dtype=torch.int64)
 
 
+Call = TypeVar("Call", bound=Callable[..., Any])
+
+
+def _whole(call: Call) -> Call:
+    """What an interrupt leaves half done in a tree is not served: slots and acknowledgements may be lost with it."""
+
+    @wraps(call)
+    def whole(self: PrefixCache, *arguments: Any, **options: Any) -> Any:
+        if self.interrupted:
+            raise RuntimeError(
+                f"an interrupt came into {self.interrupted}() of this tree, which no longer knows what is where: "
+                "close its stack and make new ones"
+            )
+        try:
+            return call(self, *arguments, **options)
+        except Exception:
+            raise
+        except BaseException:
+            self.interrupted = call.__name__
+            raise
+
+    return cast(Call, whole)
+
+
 class PrefixCache:
     """
     policy   one of `POLICIES`
@@ -148,6 +176,7 @@ class PrefixCache:
         if wrong:
             raise ValueError(f"windows {wrong}: there are windows of {self.rows}, of 0 tokens and more")
         self.early: list[Ack] = []  # backups that ended before a load of what they are of: nothing until that has ended
+        self.interrupted = ""  # the call in which an interrupt came
         self._under_way: list[Operation] = []
         self._acks: list[Ack] = []  # for the next check
         self.root = Node(np.empty(0, np.int64))
@@ -155,6 +184,7 @@ class PrefixCache:
 
     # ---- looking up
 
+    @_whole
     def match(self, tokens: Sequence[int] | np.ndarray) -> Match:
         """The longest usable prefix. A node that is matched in part is split there, at a page's edge."""
         nodes: list[Node] = []
@@ -201,6 +231,7 @@ class PrefixCache:
 
     # ---- inserting
 
+    @_whole
     def insert(self, tokens: Sequence[int] | np.ndarray, slots: Mapping[str, torch.Tensor]) -> Slots:
         """Remember a prefix and take its device slots over. Returns those that were not taken: they stay the caller's.
 
@@ -386,6 +417,7 @@ class PrefixCache:
             return True
         return parent.ticket is not None and parent.ticket.direction == "backup"
 
+    @_whole
     def load_back(self, match: Match) -> bool:
         """Queue a load of what a prefix lacks on the device. Whether all of it is there or on its way.
 
@@ -427,6 +459,7 @@ class PrefixCache:
             node.ticket = ticket
         return True
 
+    @_whole
     def use(self, match: Match) -> None:
         """A request reads the prefix: nothing of it is evicted before `release`.
 
@@ -436,6 +469,7 @@ class PrefixCache:
         for node in match.nodes:
             node.users += 1
 
+    @_whole
     def release(self, match: Match) -> None:
         """Undo one `use`, also of nodes that were split meanwhile."""
         if any(node.users < 1 for node in match.nodes):
@@ -467,6 +501,7 @@ class PrefixCache:
         order = list(self.controller.host.pools)
         return sorted(found, key=lambda t: order.index(t.name))
 
+    @_whole
     def check(self, wait: bool = False) -> list[Ack]:
         """Take note of what has ended; `wait`: of everything that was submitted.
 
@@ -535,6 +570,7 @@ class PrefixCache:
                 del node.device[name]
             self._slots_of(DESTINATION[ticket.direction], name).free_rest(slots)  # some are free if it has failed
 
+    @_whole
     def clear(self) -> None:
         """Forget every prefix, whoever uses it. Slots are free again, those of transfers under way once they end."""
         for node in self.root.subtree():
@@ -545,10 +581,12 @@ class PrefixCache:
 
     # ---- making room
 
+    @_whole
     def evict(self, name: str, need: int) -> int:
         """Free device slots of a pool, the least recently used first; returns how many. Backs up first if need be."""
         return self._evict("device", name, need)
 
+    @_whole
     def evict_host(self, name: str, need: int) -> int:
         """Free host slots of a pool, the least recently used first; returns how many."""
         return self._evict("host", name, need)

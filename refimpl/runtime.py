@@ -22,7 +22,7 @@ BATCHED = "batch"  # the call that takes many copies
 
 # Streams of our own on a device. A GPU serves all streams of a process from 8 queues, or as many as the environment's
 # CUDA_DEVICE_MAX_CONNECTIONS says, 32 at most; work waits for whatever is before it in its queue. Four controllers
-# have streams for themselves, the next ones share: that costs overlap, never order.
+# have streams for themselves, the next ones share, which costs overlap and no order.
 STREAMS = 12
 
 Stream = Any  # whatever the runtime says

@@ -844,6 +844,42 @@ def test_what_another_tree_has_taken_note_of_is_over_and_not_again(make: Make) -
     assert sides(server.cache) == {"ab": "dh"}
 
 
+@pytest.mark.parametrize("call", ["check", "insert", "load_back", "match", "evict"])
+def test_a_tree_that_was_interrupted_serves_nothing_any_more(call: str) -> None:
+    """Half of a call is no tree: a load that failed might be taken for one that came."""
+    server = Serving()
+    sent_away(server, "ab")
+    within = {
+        "check": "_noted",
+        "insert": "_require_slots",
+        "load_back": "_queue_load",
+        "match": "_touch",
+        "evict": "victims",
+    }
+    calls: dict[str, Callable[[PrefixCache], object]] = {
+        "check": lambda cache: cache.check(),
+        "insert": lambda cache: cache.insert(pages("ab"), {}),
+        "load_back": lambda cache: cache.load_back(match),
+        "match": lambda cache: cache.match(pages("ab")),
+        "evict": lambda cache: cache.evict("kv", 4),
+    }
+    cache = PrefixCache(server.controller)
+    cache.root = server.cache.root
+    match = cache.match(pages("ab"))
+
+    def interrupt(*arguments: Any, **options: Any) -> Any:
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cache, within[call], interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            calls[call](cache)
+    for other in calls.values():
+        with pytest.raises(RuntimeError, match=rf"an interrupt came into {call}\(\) of this tree"):
+            other(cache)
+    server.close()
+
+
 # ---- failures
 
 
