@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -52,7 +52,6 @@ class Stack:
     host: HostPoolGroup
     device_slots: dict[str, PageAllocator]
     platform: str
-    _built: ExitStack = field(default_factory=ExitStack)
 
     def owner(self, name: str) -> str:
         """The pool whose indices a pool uses: its own name unless it rides on another, and that one's owner then."""
@@ -192,7 +191,9 @@ def build_stack(
         )
         own = {name: wrapped.get(name) or DevicePool(specs[name], pages[name], platform) for name in specs}
         slots = {name: PageAllocator(pages[name], specs[name].page_size, reserved=1) for name in _owners(specs)}
-        return Stack(specs, own, group, slots, platform, built.pop_all())
+        stack = Stack(specs, own, group, slots, platform)
+        built.pop_all()  # it closes them itself
+        return stack
 
 
 # ---- what is asked for
