@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from kernels_cupy.descriptors import describe_runs
-from kernels_cupy.jobs import begins_and_offsets, device_addresses, jobs, out_of_reach
+from kernels_cupy.jobs import begins_and_offsets, device_addresses, device_begins, jobs, out_of_reach
 from kernels_cupy.lists import read
 from kernels_cupy.runtimes import runtime
 from refimpl.backends.protocol import Setup
@@ -77,12 +77,12 @@ def descriptors(plan: Plan, layers: tuple[int | None, ...], items: Items) -> Des
     host_items, device_items = items.checked()
     order = np.argsort(host_items, kind="stable")
     host_items, device_items = host_items[order], device_items[order]
-    found, begins = jobs(plan, layers), begins_and_offsets(plan)[0].view(np.int64)
+    found, begins = jobs(plan, layers), (begins_and_offsets(plan)[0].view(np.int64), device_begins(plan))
     copies, count = np.empty((3, len(items) * sum(job.runs_per_item for job in found)), np.int64), 0
     for job in found:  # page after page if the host keeps one together: the bus likes addresses near each other
         host, device = job.ends
         together = job.keeps_page_together
-        count = describe_runs(copies, count, host, host_items, device, device_items, job.run, together, begins)
+        count = describe_runs(copies, count, host, host_items, device, device_items, job.run, together, *begins)
     host, device, nbytes = copies[:, :count].view(np.uint64)
     return device_addresses(plan, host), device, nbytes
 

@@ -1,4 +1,4 @@
-"""Descriptors of the copy engine: runs that continue each other on both sides become one.
+"""Descriptors of the copy engine: runs that continue each other on both sides become one, within one allocation.
 
 In loops that numba compiles when this is imported: NumPy takes its time over every step, however few runs there are.
 Addresses are int64 here, which wrap around as uint64 do; numba would make a float of the two together.
@@ -42,7 +42,7 @@ def added(copies: np.ndarray, count: int, host: int, other: int, nbytes: int, go
     return count + 1
 
 
-@compiled(NUMBER(COPIES, NUMBER, END, ADDRESSES, END, ADDRESSES, NUMBER, types.boolean, ADDRESSES))
+@compiled(NUMBER(COPIES, NUMBER, END, ADDRESSES, END, ADDRESSES, NUMBER, types.boolean, ADDRESSES, ADDRESSES))
 def describe_runs(
     copies: np.ndarray,
     count: int,
@@ -53,17 +53,19 @@ def describe_runs(
     run: int,
     page_after_page: bool,
     begins: np.ndarray,
+    device_begins: np.ndarray,
 ) -> int:
     """Every run of a job, behind `count` copies that are there already; returns how many there are then.
 
     copies           host addresses, device addresses, bytes: a row each, with room for all
     page_after_page  or layer after layer
     begins           of registrations, ascending
+    device_begins    of the device's allocations, ascending: two that happen to be neighbours may hold two layers
     """
     starts, offsets, page, entries, entry_bytes = host
     device_starts, device_offsets, device_page, device_entries, device_entry_bytes = device
     layers, items, several = len(starts), len(host_items), len(begins) > 1
-    next_at = next_there = -1  # behind the last copy; what is there already is not continued
+    next_at = next_there = last = -1  # behind the last copy; what is there already is not continued
     for outer in range(items if page_after_page else layers):
         for inner in range(layers if page_after_page else items):
             layer, i = (inner, outer) if page_after_page else (outer, inner)
@@ -73,8 +75,9 @@ def describe_runs(
                 run_at, run_there = at + offsets[k], there + device_offsets[k]
                 goes_on = run_at == next_at and run_there == next_there
                 goes_on = goes_on and not (several and begins_one(begins, run_at))
+                goes_on = goes_on and not (layer != last and begins_one(device_begins, run_there))
                 count = added(copies, count, run_at, run_there, run, goes_on)
-                next_at, next_there = run_at + run, run_there + run
+                next_at, next_there, last = run_at + run, run_there + run, layer
     return count
 
 

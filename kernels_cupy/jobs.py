@@ -179,6 +179,16 @@ def begins_and_offsets(plan: Plan) -> tuple[np.ndarray, np.ndarray]:
     return found
 
 
+def device_begins(plan: Plan) -> np.ndarray:
+    """Where allocations of the device pool begin, ascending (int64); found out once."""
+    found = plan.derived.get("device begins")
+    if found is None:
+        tensors = {id(tensor): tensor for move in plan.moves for tensor in move.device.tensors}
+        begins = {tensor.untyped_storage().data_ptr() for tensor in tensors.values()}
+        found = plan.derived["device begins"] = np.array(sorted(begins), np.int64)
+    return found
+
+
 def registration_of(begins: np.ndarray, addresses: np.ndarray) -> np.ndarray:
     """Number of the registration that holds each address, of those that begin at `begins`."""
     return np.maximum(np.searchsorted(begins, addresses, side="right") - 1, 0)

@@ -207,5 +207,8 @@ def _unregister(registrar: Registrar | None, chunks: list[tuple[int, int]], doub
         except Exception as error:
             failure = error
         del doubtful[:]
-    if failure:
-        raise failure
+    try:
+        if failure:
+            raise failure
+    finally:
+        del failure  # its traceback names this frame

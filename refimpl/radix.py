@@ -610,6 +610,7 @@ class PrefixCache:
             self.controller.start_writing()
             self._acks += self._noted(wait=True)
 
+    @_whole
     def victims(self, side: str, name: str, need: int) -> list[Node]:
         """What `evict` would free: nodes that may go one after another, the least recently used first.
 

@@ -26,7 +26,8 @@ class RankPool(HostPool):
     """The heads of one rank in every page of a host pool.
 
     It moves bytes like a pool of its own, to and from a device pool with `part(whole.spec, ranks)`. Memory and slots
-    are those of `whole`, which waits for its ranks when it is closed, and stays as it is when they are.
+    are those of `whole`, which stays as it is when ranks are closed. The pool that owns the memory waits for the copies
+    of all ranks before it lets go of it.
 
     whole    the pool with all heads, or a rank that is shared out again; its memory must be pinned for a rank that
              copies on a GPU

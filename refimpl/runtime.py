@@ -235,10 +235,11 @@ class Pending:
         """Block until all of it is done. Whoever calls this waits, also when another thread does so already."""
         with self._lock:
             work = list(self._work)
+            over = [mark for mark in work if mark.ended]  # before it is waited for: more may be submitted meanwhile
         call_all(mark.synchronize for mark in work)
         with self._lock:
-            for mark in work:
-                if mark.ended and mark in self._work:  # mostly the first one
+            for mark in over:
+                if mark in self._work:  # mostly the first one
                     self._work.remove(mark)
 
     def _let_go(self) -> None:

@@ -25,12 +25,16 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code: 0, 1 where something was wrong, 2 for a mistake in the arguments."""
+    """Exit code: 0, 1 where something was wrong, 2 for a mistake in the arguments, 130 after an interrupt."""
     argv = sys.argv[1:] if argv is None else argv
     if argv[:1] in (["--adapter"], ["--report"]):
         argv = ["adapter", *argv]
     module, function, _ = COMMANDS[_parser().parse_args(argv[:1]).command]
-    return getattr(import_module(module), function)(argv[1:])
+    try:
+        return getattr(import_module(module), function)(argv[1:])
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -15,16 +15,20 @@ and with committed results, on every machine; `make run` and JupyterLab hand on 
 """
 
 import argparse
+import asyncio
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
+from contextlib import asynccontextmanager, suppress
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import ipykernel.kernelspec
 import jupytext
@@ -285,6 +289,25 @@ class ThisPython(AsyncKernelManager):
         return KernelSpec(resource_dir=ipykernel.kernelspec.RESOURCES, **spec)
 
 
+class Client(NotebookClient):
+    """Ctrl-C cancels it: nbclient's own handler ends the kernel, and the cell then fails in one way or another."""
+
+    interrupted = False
+
+    @asynccontextmanager
+    async def async_setup_kernel(self, **options: Any) -> AsyncGenerator[None, None]:
+        async with super().async_setup_kernel(**options):
+            with suppress(RuntimeError):  # in another thread signals do not come
+                asyncio.get_running_loop().add_signal_handler(signal.SIGINT, self._stop, asyncio.current_task())
+            yield
+
+    def _stop(self, task: asyncio.Task[Any] | None) -> None:
+        self.interrupted = True
+        self.shutdown_kernel = "immediate"  # the terminal interrupts the kernel as well
+        assert task
+        task.cancel()
+
+
 def run(
     nb: NotebookNode,
     folder: Path,
@@ -295,7 +318,7 @@ def run(
     """Run every cell of `nb` in `folder`, replacing outputs. Returns the error, "" if none."""
     for cell in code_cells(nb):
         cell.outputs, cell.execution_count = [], None  # a cell that is not reached shows nothing
-    client = NotebookClient(
+    client = Client(
         nb,
         timeout=timeout,
         resources={"metadata": {"path": str(folder)}},
@@ -313,6 +336,11 @@ def run(
         return f"{error.ename}: {error.evalue}".rstrip(": ") + _where(error.traceback)
     except (CellTimeoutError, DeadKernelError) as error:
         return str(error)
+    except asyncio.CancelledError:  # by nbclient's handler, as long as the kernel starts
+        client.interrupted = True
+    finally:
+        if client.interrupted:  # whatever became of the cell
+            raise KeyboardInterrupt from None
     return "; ".join(faults(nb))
 
 

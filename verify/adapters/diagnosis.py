@@ -133,18 +133,23 @@ def summary(outcomes: Iterable[tuple[Group, Json, Outcome]]) -> Iterator[str]:
         if case[2].status in ("passed", "failed", "expected"):
             became[_became(*case[1:])].append(case)
     for due in "moved", "refused":
-        passing, refused, wrong = (became[due, how] for how in ("passed", "refused", "wrong"))
-        for failing, how in (refused, "refused"), (wrong, "wrong"):
-            if failing:
-                count = f"{len(failing)} of {len(passing) + len(refused) + len(wrong)} cases to be {due} are {how}"
+        passing, total = became[due, "passed"], sum(len(became[due, how]) for how in ("passed", *FAILING))
+        for how in FAILING:
+            if failing := became[due, how]:
+                count = f"{len(failing)} of {total} cases to be {due} are {how}"
                 yield f"{count}. {' '.join(in_common(failing, passing))}"
 
 
+FAILING = ("refused", "not finished", "wrong")
+
+
 def _became(test: Json, outcome: Outcome) -> tuple[str, str]:
-    """What was due, and what became of it. A refusal that comes too late is wrong."""
+    """What was due, and what became of it. A refusal that comes too late is wrong; whoever dies has not finished."""
     due = "refused" if _to_be_refused(test, outcome) else "moved"
     if outcome.status == "passed":
         return due, "passed"
+    if outcome.sha256 is None:
+        return due, "not finished"
     return due, "refused" if outcome.refused and due == "moved" else "wrong"
 
 
@@ -163,25 +168,31 @@ def in_common(failing: Results, passing: Results) -> Iterator[str]:
         yield "None of them moves or refuses anything."
         return
     refused = all(o.refused for _, _, o in failing)
+    unfinished = all(o.sha256 is None for _, _, o in failing)
     if refused:
         yield from _refusals(failing)
-    # Faults are of where bytes go, or of lists that nobody checks: who refuses shows neither.
-    shared = set[str]() if refused else set.intersection(*(suite.flags(g, t) for g, t, _ in failing))
+    if unfinished:
+        yield _counted("Of them", (o.message.removeprefix(f"{o.id}: ") for _, _, o in failing))
+    # Faults are of where bytes go, or of lists that nobody checks: who refuses or dies shows neither.
+    silent = refused or unfinished
+    shared = set[str]() if silent else set.intersection(*(suite.flags(g, t) for g, t, _ in failing))
     fitting = sorted(shared.difference(*(suite.flags(g, t) for g, t, _ in passing)))
     for flag in fitting:
         yield f"{flag}, which shows in these and in no others: {suite.manifest()['flags'][flag]}"
-    if not fitting and not refused:
+    if not fitting and not silent:
         yield "No known fault shows in exactly these."
-    ways = Counter(o.differs for _, _, o in failing if o.differs)
-    if ways:
-        counts = (f"{way} ({number})" for way, number in ways.most_common())
-        yield f"The first wrong word, against the right one: {', '.join(counts)}."
+    if ways := [o.differs for _, _, o in failing if o.differs]:
+        yield _counted("The first wrong word, against the right one", ways)
     if fitting:
         return
     if apart := apart_from(failing, passing):
         yield apart
     elif shared:
         yield f"They would all show {' or '.join(sorted(shared))}, but so would cases that pass."
+
+
+def _counted(what: str, told: Iterable[str]) -> str:
+    return f"{what}: {', '.join(f'{text} ({number})' for text, number in Counter(told).most_common())}."
 
 
 def _refusals(failing: Results) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""The cases in a process of their own, so that one that crashes or hangs is a failed case and not the end."""
+"""The cases in a process of their own: one that crashes or hangs is a failed case, and the end if it goes on so."""
 
 from __future__ import annotations
 

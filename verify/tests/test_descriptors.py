@@ -6,10 +6,12 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 import numpy as np
+import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kernels_cupy.descriptors import describe_chunks, describe_runs
+from refimpl import DevicePool, HostPool, presets, slots_of
 from verify.bench.gpu.variants import merged
 
 Copy = tuple[int, int, int]  # addresses and bytes
@@ -23,11 +25,12 @@ def copies_of(columns: np.ndarray) -> list[Copy]:
     return [(host, other, nbytes) for host, other, nbytes in columns.T.tolist()]
 
 
-def joined(runs: Sequence[Copy], begins: Sequence[int]) -> list[Copy]:
-    """The definition: a run behind the last one on both sides is part of its copy, unless a registration begins."""
+def joined(runs: Sequence[Copy], begins: Sequence[int], device_begins: Sequence[int] = ()) -> list[Copy]:
+    """The definition: a run behind the last one on both sides is part of its copy, unless memory begins there."""
     found: list[Copy] = []
     for host, other, nbytes in runs:
-        if found and (found[-1][0] + found[-1][2], found[-1][1] + found[-1][2]) == (host, other) and host not in begins:
+        goes_on = found and (found[-1][0] + found[-1][2], found[-1][1] + found[-1][2]) == (host, other)
+        if goes_on and host not in begins and other not in device_begins:
             found[-1] = (*found[-1][:2], found[-1][2] + nbytes)
         else:
             found.append((host, other, nbytes))
@@ -44,17 +47,51 @@ def test_runs_are_joined_where_both_sides_go_on_and_nowhere_else() -> None:
     assert copies_of(merged(host, device, 8)) == [(100, 500, 16), (116, 600, 8), (200, 700, 16), (300, 716, 8)]
     apart = merged(host, device, 8, [0, 208])
     assert copies_of(apart) == [(100, 500, 16), (116, 600, 8), (200, 700, 8), (208, 708, 8), (300, 716, 8)]
+    apart = merged(host, device, 8, device_begins=[508, 700])
+    assert copies_of(apart) == [(100, 500, 8), (108, 508, 8), (116, 600, 8), (200, 700, 16), (300, 716, 8)]
 
 
-@example(items=[(0, 5), (1, 6), (2, 7)], layers=2, entries=1, loops=1, page_after_page=False, edges={0, 1})
-@given(lists, st.integers(1, 3), st.sampled_from([1, 2, 4]), st.integers(1, 3), st.booleans(), st.sets(numbers))
+def test_a_copy_ends_with_the_devices_allocation() -> None:
+    """Buffers of an engine may be neighbours by chance, and a copy lies in one allocation."""
+    spec, pages = presets.mha(4, 1, 16, torch.uint8, page_size=2), 6
+    nbytes, layers = pages * spec.page_size * 16, 2 * len(spec.owned_layers)
+    memory = np.zeros(layers * nbytes, np.uint8)
+    together = torch.from_numpy(memory).split(nbytes)
+    apart = [torch.frombuffer(memory, dtype=torch.uint8, count=nbytes, offset=i * nbytes) for i in range(layers)]
+    every = slots_of(list(range(pages)), 2)
+    for buffers, descriptors in ((together, 1), (apart, layers)):
+        rows = [buffer.view(-1, 1, 16) for buffer in buffers]
+        device = DevicePool.wrap(spec, {"k": rows[:4], "v": rows[4:]})
+        with HostPool(spec, "layer_first", pages, "direct", platform="emulated") as host:
+            assert host.backup(device, every, every).descriptors == descriptors
+
+
+@example([(0, 5), (1, 6), (2, 7)], 2, 1, 1, False, {0, 1}, False)
+@example([(0, 0), (1, 1)], 2, 1, 1, False, set(), True)
+@given(
+    lists,
+    st.integers(1, 3),
+    st.sampled_from([1, 2, 4]),
+    st.integers(1, 3),
+    st.booleans(),
+    st.sets(numbers),
+    st.booleans(),
+)
 def test_a_job_is_its_runs_in_order(
-    items: list[tuple[int, int]], layers: int, entries: int, loops: int, page_after_page: bool, edges: set[int]
+    items: list[tuple[int, int]],
+    layers: int,
+    entries: int,
+    loops: int,
+    page_after_page: bool,
+    edges: set[int],
+    neighbours: bool,
 ) -> None:
+    """A layer's allocation on the device is as large as it must be, and the next one's may begin at its end."""
     run, page = 8, 8 * loops * entries * (layers if page_after_page else 1)
     begins = sorted({HOST + edge * page for edge in edges})
-    host_starts = [HOST + layer * (run * loops if page_after_page else 100 * page) for layer in range(layers)]
-    device_starts = [DEVICE + layer * 100 * page for layer in range(layers)]
+    apart = (max(map(max, items)) // entries + 1 if neighbours else 100) * page
+    host_starts = [HOST + layer * (run * loops if page_after_page else apart) for layer in range(layers)]
+    device_starts = [DEVICE + layer * apart for layer in range(layers)]
     offsets = [run * k for k in range(loops)]
     places = [(layer, pair) for layer in range(layers) for pair in items]
     if page_after_page:
@@ -70,12 +107,11 @@ def test_a_job_is_its_runs_in_order(
     ends = [
         (np.array(starts), np.array(offsets), page, entries, page // entries) for starts in (host_starts, device_starts)
     ]
-    count = describe_runs(
-        copies, 1, ends[0], host_items, ends[1], device_items, run, page_after_page, np.array(begins, np.int64)
-    )
+    edges_of = [np.array(each, np.int64) for each in (begins, device_starts)]
+    count = describe_runs(copies, 1, ends[0], host_items, ends[1], device_items, run, page_after_page, *edges_of)
     found = copies_of(copies[:, :count])
     assert found[0][2] == run
-    assert found[1:] == joined(runs, begins if len(begins) > 1 else [])
+    assert found[1:] == joined(runs, begins if len(begins) > 1 else [], device_starts)
 
 
 @example(items=[0, 1, 2, 3], most=2, count=1, turned=False, edges={0, 1})

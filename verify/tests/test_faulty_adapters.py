@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import signal
 import subprocess
-import sys
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +15,13 @@ import pytest
 from verify.adapters import report, runner, suite
 from verify.adapters.plain import Numpy
 from verify.adapters.protocol import Json, Loaded
-from verify.trial import ROOT, by_pytest, command, only
+from verify.trial import by_pytest, command, interrupted, only
 
 pytestmark = pytest.mark.vectors
 
 CASES = [test["id"] for group in suite.groups(["custom"]) for test in group.tests]
 COUNT = len(CASES)
+MINE = ["adapter", "mine", "--family", "custom"]
 
 
 def adapter(folder: Path, transfer: str = "pass", capabilities: str = "pass") -> None:
@@ -43,7 +40,7 @@ def transfer(geometry, layout, direction, host, device, host_indices, device_ind
 
 
 def run(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    return command(folder, "-m", "verify", "adapter", "mine", "--family", "custom", *options)
+    return command(folder, "-m", "verify", *MINE, *options)
 
 
 def reported(folder: Path) -> dict[str, dict[str, Any]]:
@@ -73,7 +70,7 @@ def test_cases_that_were_not_run_are_no_failures(line: str, said: str, times: in
     done = run(tmp_path, "--seconds-a-case", "1", "--out", "out")
     assert (done.returncode, done.stderr) == (1, "")
     assert [case["message"] for case in reported(tmp_path).values()] == [f"{c}: {said}" for c in CASES[:times]]
-    assert f"{times} of {times} cases to be moved are wrong. " in done.stdout
+    assert f"{times} of {times} cases to be moved are not finished. Of them: {said} ({times}).\n" in done.stdout
     assert f"mine: 0 passed, {times} failed, 0 expected, 0 unsupported; {COUNT - times} not run, " in done.stdout
     (missing,) = [problem for problem in report.problems(tmp_path / "out" / "report.json") if "missing" in problem]
     assert f"{suite.manifest()['cases'] - times} cases are missing" in missing
@@ -100,40 +97,15 @@ def test_a_run_that_did_not_end_is_no_success(tmp_path: Path) -> None:
 )
 def test_an_interrupt_tells_the_case_in_a_line(where: list[str], said: str, tmp_path: Path) -> None:
     adapter(tmp_path, f"if {THERE}: pathlib.Path('hangs').touch(); {HANGS}")
-    done = interrupted(tmp_path, where)
+    done = interrupted(tmp_path, [*MINE, *where])
     assert done.returncode == 130
     assert re.fullmatch(said, done.stderr), done.stderr
 
 
 def test_an_interrupt_while_an_adapter_is_loaded_is_told(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(f"import pathlib, threading\npathlib.Path('hangs').touch()\n{HANGS}\n")
-    done = interrupted(tmp_path, [])
+    done = interrupted(tmp_path, MINE)
     assert (done.returncode, done.stderr) == (130, "interrupted where no case was running\n")
-
-
-def interrupted(folder: Path, options: list[str]) -> subprocess.CompletedProcess[str]:
-    """Ctrl-C, as a terminal sends it to all its processes, when the adapter hangs."""
-    arguments = ["adapter", "mine", "--family", "custom", *options]
-    # Whoever is started in the background ignores it from the start.
-    code = f"import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); sys.argv[1:] = {arguments}"
-    child = subprocess.Popen(
-        [sys.executable, "-c", f"{code}; import verify.__main__"],
-        cwd=folder,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), "."])},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    until = time.monotonic() + 60
-    while not (folder / "hangs").exists() and time.monotonic() < until:
-        time.sleep(0.05)
-    os.killpg(child.pid, signal.SIGINT)
-    try:
-        out, err = child.communicate(timeout=60)
-    finally:
-        child.kill()
-    return subprocess.CompletedProcess([], child.returncode, out, err)
 
 
 # ---- whatever `capabilities` does

@@ -609,6 +609,28 @@ def test_descriptor_counts_on_either_side_of_a_driver_limit(count: int) -> None:
     assert torch.equal(found, torch.arange(count, dtype=torch.int32).flip(0))
 
 
+@pytest.mark.parametrize("direction", ["backup", "load"])
+def test_buffers_that_happen_to_be_neighbours_are_copied_one_by_one(direction: str) -> None:
+    """Of 16 MiB each torch makes allocations of their own, and a driver often puts them side by side."""
+    spec, pages = presets.mha(4, 8, 128, BF16, 16), 512
+    host, device = host_pool(spec, "layer_first", pages, "direct"), DevicePool(spec, pages, "cuda")
+    for buffer in device.buffers():
+        buffer.view(BYTE).random_()
+    every = slots_of(list(range(pages)), 16)
+    receipts = [host.backup(device, every, every)]
+    receipts[0].wait()
+    if direction == "load":
+        right = [buffer.clone() for buffer in device.buffers()]
+        for buffer in device.buffers():
+            buffer.zero_()
+        receipts.append(host.load_all(device, every, every))
+        receipts[-1].wait()
+        assert equal([*device.buffers()], right)
+    rows = [host.layer_view(name, layer) for name in ("k", "v") for layer in range(4)]
+    assert equal(rows, [device.view(name, layer).cpu() for name in ("k", "v") for layer in range(4)])
+    assert [receipt.descriptors for receipt in receipts] == [8] * len(receipts)
+
+
 ECHO = """
 struct Three { long long a; int b; float c; };
 extern "C" __global__ void echo(long long a, int b, float c, Three three, Three* to) {

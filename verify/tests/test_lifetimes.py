@@ -364,6 +364,60 @@ def test_thousands_of_failures_keep_nothing_from_being_given_back() -> None:
     assert str(raised.value.__context__) == "2998"
 
 
+def test_a_failure_is_told_with_all_that_it_came_of_and_all_before_it() -> None:
+    same = OutOfOrder("a wait")
+
+    def first() -> None:
+        raise same
+
+    def second() -> None:
+        try:
+            raise OutOfOrder("a copy")
+        except OutOfOrder:
+            raise OutOfOrder("a buffer") from None
+
+    def told(*calls: Callable[[], object]) -> list[str]:
+        found = list[str]()
+        with pytest.raises(OutOfOrder) as raised:
+            call_all(calls)
+        error: BaseException | None = raised.value
+        while error and len(found) < 9:
+            found.append(str(error))
+            error = error.__context__
+        return found
+
+    assert told(first, second) == ["a buffer", "a copy", "a wait"]
+    assert told(first, second, first) == ["a wait"]
+
+
+@pytest.mark.parametrize("what", ["a wait", "the driver"])
+def test_a_closing_that_failed_keeps_nothing(what: str, moving: list[int]) -> None:
+    """A pool is large: it does not wait for Python's search for cycles."""
+
+    class Refusing(Driver):
+        def unregister(self, address: int) -> None:
+            super().unregister(address)
+            raise OutOfOrder("the driver")
+
+    def fail() -> None:
+        raise OutOfOrder("a wait")
+
+    memory = HostMemory((Driver if what == "a wait" else Refusing)(moving))
+    host = HostPool(SPEC, "page_first", PAGES, "staged", platform="emulated", memory=memory)
+    if what == "a wait":
+        getattr(host._mover, "_pending").wait = fail  # noqa: B009
+    alive = weakref.ref(host)
+    gc.disable()
+    try:
+        with suppress(OutOfOrder):
+            host.close()
+        getattr(host._mover, "_pending").__dict__.pop("wait", None)  # noqa: B009
+        del host
+        assert alive() is None
+    finally:
+        gc.enable()
+
+
 def test_work_that_goes_on_is_not_over_because_somebody_waited() -> None:
     queue, ran, pending = QueueRuntime(lambda *_: None), list[int](), Pending()
     (mark,) = pending.begin(queue, None, "a stream")
@@ -371,6 +425,23 @@ def test_work_that_goes_on_is_not_over_because_somebody_waited() -> None:
     queue.submit(lambda: ran.append(1), "a stream")
     mark.ended = True
     assert not mark.query()
+    pending.wait()
+    assert ran == [1]
+
+
+def test_work_that_ends_while_somebody_waits_for_what_was_there_is_not_over() -> None:
+    queue, ran, pending = QueueRuntime(lambda *_: None), list[int](), Pending()
+    (mark,) = pending.begin(queue, None, "a stream")
+    wait = mark.synchronize
+
+    def meanwhile() -> None:
+        wait()
+        queue.submit(lambda: ran.append(1), "a stream")
+        mark.ended = True
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mark, "synchronize", meanwhile)
+        pending.wait()
     pending.wait()
     assert ran == [1]
 

@@ -22,6 +22,7 @@ from nbformat import NotebookNode
 
 from verify import notebooks
 from verify.bench.gpu import here
+from verify.trial import interrupted
 
 TINY = """\
 # %% [markdown]
@@ -234,6 +235,19 @@ def test_executing_goes_on_after_a_failure_and_leaves_pages_that_need_no_network
     assert out == ""
     assert "12/12" not in err  # the failed notebook did not reach its last two cells
     assert "cell" in err
+
+
+def test_an_interrupt_ends_the_notebook_and_the_command(house: Path, tmp_path: Path):
+    """In a word: whatever becomes of the kernel, of its cell and of nbclient, nobody asked for it."""
+
+    def hanging(cells: list[NotebookNode]) -> None:
+        there = tmp_path / "hangs"
+        cells[1].source = f"import pathlib\npathlib.Path({str(there)!r}).touch()\ntime.sleep(300)"
+
+    altered(house, "hanging", hanging)
+    done = interrupted(tmp_path, ["run", "--notebooks", str(house / "hanging.ipynb"), "--out", "out"])
+    assert (done.returncode, done.stderr.splitlines()[-1]) == (130, "interrupted")
+    assert "Traceback" not in done.stderr
 
 
 def test_first_cells_read_known_parameters_and_what_is_committed_ran_without_any():

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from kernels_cupy.descriptors import describe_runs
-from kernels_cupy.jobs import jobs, runs_and_bytes
+from kernels_cupy.jobs import device_begins, jobs, runs_and_bytes
 from kernels_cupy.launches import Shape
 from kernels_cupy.lists import place
 from kernels_cupy.runtimes import runtime
@@ -65,8 +65,9 @@ def memcpy_one_by_one(
 ) -> Callable[[], Receipt]:
     """One driver call for each run of the plan, neighbours merged."""
     host_pages, device_pages = (_pages(slots, host.page_size) for slots in at)
-    runs = plan(host, device).runs(host_pages, device_pages, (*host.spec.owned_layers, *NO_LAYER))
-    found = [merged(h, d, nbytes) for h, d, nbytes in runs]
+    made = plan(host, device)
+    runs = made.runs(host_pages, device_pages, (*host.spec.owned_layers, *NO_LAYER))
+    found = [merged(h, d, nbytes, device_begins=device_begins(made).tolist()) for h, d, nbytes in runs]
     columns = [np.concatenate(arrays) for arrays in zip(*found, strict=True)]
     to, source = (0, 1) if direction == "backup" else (1, 0)
     moves = np.stack([columns[to], columns[source], columns[2]], axis=1).tolist()
@@ -103,15 +104,18 @@ def words_of_eight_bytes(
     return run
 
 
-def merged(host: np.ndarray, other: np.ndarray, run: int, begins: Sequence[int] = ()) -> np.ndarray:
+def merged(
+    host: np.ndarray, other: np.ndarray, run: int, begins: Sequence[int] = (), device_begins: Sequence[int] = ()
+) -> np.ndarray:
     """Runs of so many bytes at addresses (64 bits): `[host, other, bytes]` of the copies that they come to.
 
-    begins  of registrations, ascending
+    begins         of registrations, ascending
+    device_begins  of the device's allocations, ascending
     """
     copies, only = np.empty((3, len(host)), np.int64), np.zeros(1, np.int64)
     there, here = ((np.ascontiguousarray(side).view(np.int64), only, 0, 1, 0) for side in (host, other))
-    edges = np.array(begins, np.uint64).view(np.int64)
-    count = describe_runs(copies, 0, there, only, here, only, run, False, edges)
+    edges = [np.array(each, np.uint64).view(np.int64) for each in (begins, device_begins)]
+    count = describe_runs(copies, 0, there, only, here, only, run, False, *edges)
     return copies[:, :count].view(np.uint64)
 
 
