@@ -47,9 +47,16 @@ def shown(source: str) -> tuple[Path, Content | None]:
         raise files.NoResults(f"{fault}; delete it, or run make bench-gpus") from fault
 
 
+def elsewhere(path: Path) -> list[tuple[Path, Content]]:
+    """Committed files of ranks on other hosts than the one of this file."""
+    others = sorted(set(COMMITTED.parents[1].glob(f"*/{COMMITTED.name}")) - {path})
+    return [(other, files.read(other, RANKS)[1]) for other in others]
+
+
 def label(path: Path, content: Content) -> str:
     """Whose figures these are, as `here.label` tells it."""
-    whose = f"committed results, {path.relative_to(ROOT).as_posix()}" if path == COMMITTED else "this machine"
+    committed = path.is_relative_to(COMMITTED.parents[1])
+    whose = f"committed results, {path.relative_to(ROOT).as_posix()}" if committed else "this machine"
     sources = [{"provenance": content["provenance"] | {"gpu": device["gpu"]}} for device in content["devices"]]
     return f"{whose}: {origin({'sessions': sources})}"
 

@@ -16,23 +16,27 @@ def call_all(calls: Iterable[Callable[[], object]]) -> None:
         try:
             call()
         except Exception as error:
-            _append(error, failure)
+            if failure:
+                _append(error, failure)
             failure = error
-    try:
-        if failure:
+    if failure:
+        context = failure.__context__
+        try:
             raise failure
-    finally:
-        del failure  # its traceback names this frame, which would keep all that the callers' frames name
+        finally:
+            failure.__context__ = context  # raising it forgets them where the caller handles an error himself
+            del failure, context  # tracebacks name this frame, which would keep what the frames of its callers name
 
 
-def _append(error: Exception, before: Exception | None) -> None:
-    """The failure before an error, behind all that this one came of; not if they share a part, which made a ring."""
-    if before and not {*map(id, _chain(error))} & {*map(id, _chain(before))}:
-        _chain(error)[-1].__context__ = before
-
-
-def _chain(error: BaseException) -> list[BaseException]:
-    found = [error]
-    while context := found[-1].__context__:
-        found.append(context)
-    return found
+def _append(error: Exception, before: Exception) -> None:
+    """The failure before an error, behind all that this one came of and before what both came of: never in a ring."""
+    known = set[int]()
+    each: BaseException | None = before
+    while each:
+        known.add(id(each))
+        each = each.__context__
+    last: BaseException = error
+    while last.__context__ and id(last.__context__) not in known:
+        last = last.__context__
+    if id(error) not in known:
+        last.__context__ = before
