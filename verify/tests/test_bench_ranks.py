@@ -518,7 +518,7 @@ def test_committed_results_are_clean_and_whole(path: Path) -> None:
 
 
 def test_committed_ranks_do_what_the_book_says_of_them() -> None:
-    """Notebook 04: one host loses nothing, the other one in a load beside a backup, and what is slow there is so alone."""
+    """Notebook 04: on one host nothing is lost; on the other one what is slow beside another is slow alone."""
     found, other = (
         json.loads((program.ROOT / "data" / "results" / name / "ranks.json").read_text(encoding="utf-8"))
         for name in ("h200-x2-other-host", "h200-x2")

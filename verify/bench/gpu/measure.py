@@ -26,6 +26,7 @@ from verify.bench.measure import SPARE_PAGES, Indices, runs
 from verify.bench.record import Timing
 
 Key = tuple[Any, ...]
+OWN_SAMPLES = 5  # transfers in which calls of the device are timed one by one
 NAMES = ("portion", "case", "pool", "layout", "direction", "scattered", "pages")  # of a row
 
 
@@ -261,28 +262,30 @@ class Attempt:
         )
         on_a_device = clock.platform != "cpu" and self.mover.backend not in VARIANTS
         if on_a_device and series.held is not False and not effort.slow(first):
-            self.cell.calls_s = self._within_calls(self.cell.submit.median_s)
+            self.cell.own_s = self._outside_calls(self.cell.submit.median_s)
         self.cell.gb_per_s = self.row.payload_bytes / self.cell.timing.median_s / 1e9
         ceiling = ceilings.of(self.bench.ceilings, self.direction, self.row.payload_bytes)
         self.cell.percent_of_ceiling = 100 * self.cell.gb_per_s / ceiling
 
-    def _within_calls(self, submit_s: float) -> float:
-        taken: list[float] = []
+    def _outside_calls(self, submit_s: float) -> float:
+        """In each transfer of its own, for the same call of a driver takes twice as long at some times."""
+        own: list[float] = []
         with calls.spent(self.bench.clock.platform) as found:
 
             def start() -> Run:
                 run = self.prepare(self.stage.at)
 
-                def alone() -> Receipt:
+                def timed() -> Receipt:
                     found.clear()
+                    begin = time.perf_counter()
                     receipt = run()
-                    taken.append(sum(found))
+                    own.append(time.perf_counter() - begin - sum(found))
                     return receipt
 
-                return alone
+                return timed
 
-            self.bench.clock.series(start, 3, 3 * submit_s)
-        return statistics.median(taken)
+            self.bench.clock.series(start, OWN_SAMPLES, OWN_SAMPLES * submit_s)
+        return statistics.median(own)
 
     def _latency(self, count: int | None = None) -> Timing:
         host, device = (slots[: self.rig.spec.page_size] for slots in self.stage.at)

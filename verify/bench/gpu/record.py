@@ -63,7 +63,7 @@ class Cell:
     prepare_s           seconds to check indices once
     timing              device time of a transfer
     submit              host time of a transfer, the device being held
-    calls_s             of that, what calls of the device took, in transfers of their own; none where it was not held
+    own_s               the same less what calls of the device took in it, in transfers of their own; none if not held
     latency             from submitting one single page until it is there
     gb_per_s            payload, counted once, over the median; GB = 1e9 bytes
     percent_of_ceiling  of the plain memcpy in this direction, same session
@@ -85,7 +85,7 @@ class Cell:
     prepare_s: float | None = None
     timing: Timing | None = None
     submit: Timing | None = None
-    calls_s: float | None = None
+    own_s: float | None = None
     latency: Timing | None = None
     gb_per_s: float | None = None
     percent_of_ceiling: float | None = None

@@ -190,25 +190,25 @@ def _submits(row: Content) -> Iterator[Check]:
 
 def _submits_beside_calls(row: Content, single: list[Content]) -> Iterator[Check]:
     """The same without what calls of the device take, where they were measured and the queue had room for all."""
-    bounds = {"direct": 100e-6, "staged": 2e-3 * row["payload_bytes"] / GIB}
+    bounds = {"kernel": 60e-6, "direct": 100e-6, "staged": 2e-3 * row["payload_bytes"] / GIB}
     for cell in measured(row):
-        bound, alone = bounds.get(cell["mover"]), cell.get("calls_s") or _calls_s(row, cell, single)
-        if bound and alone and cell["held"]:
-            value = cell["submit"]["median_s"] - alone
-            yield Check(f"submit of {cell['mover']}, the calls taken away", name(row), value, bound, False, unit=" s")
+        bound, own = bounds.get(cell["mover"]), cell.get("own_s") or _own_s(row, cell, single)
+        if bound and own and cell["held"]:
+            yield Check(f"submit of {cell['mover']}, the calls taken away", name(row), own, bound, False, unit=" s")
 
 
-def _calls_s(row: Content, cell: Content, single: list[Content]) -> float | None:
-    """At least so much, by what single calls took in sessions that did not measure those of transfers.
+def _own_s(row: Content, cell: Content, single: list[Content]) -> float | None:
+    """At most so much, by what single calls took in sessions that did not measure those of transfers.
 
     `staged` makes a batch for each chunk, and two streams wait for each other: there are as few chunks as halves allow.
     """
-    if not single:
+    if not single or cell["mover"] == "kernel":
         return None
     chunks = -(-row["payload_bytes"] // HALF_BYTES) if cell["mover"] == "staged" else 0
     batches = max(chunks, 1)
     found = batches * calls.batch_s(single, max(cell["descriptors"] // batches, 1))
-    return found + cell["kernels"] * calls.call_s(single, "launch") + 2 * chunks * calls.call_s(single, "event")
+    found += cell["kernels"] * calls.call_s(single, "launch") + 2 * chunks * calls.call_s(single, "event")
+    return cell["submit"]["median_s"] - found
 
 
 def _slowdowns(row: Content) -> Iterator[Check]:
