@@ -393,6 +393,7 @@ def test_a_failure_is_told_with_all_that_it_came_of_and_all_before_it() -> None:
         assert told(first, second, first)[:2] == ["a wait", "why"]
 
 
+@swallowed
 @pytest.mark.parametrize("what", ["a wait", "the driver"])
 def test_a_closing_that_failed_keeps_nothing(what: str, moving: list[int]) -> None:
     """A pool is large: it does not wait for Python's search for cycles."""
