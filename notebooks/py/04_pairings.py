@@ -205,10 +205,11 @@ for direction in DIRECTIONS:
     direct, kernel = (curves.get((direction, way), {}) for way in ("direct", "kernel"))
     if not direct or not kernel:
         continue
-    ratios = {(n, run): direct[n][run] / kernel[n][run] for n in direct for run in direct[n]}
+    both = [n for n in counts if n in direct and n in kernel]
+    ratios = {(n, run): direct[n][run] / kernel[n][run] for n in both for run in direct[n] if run in kernel[n]}
     lines = [[ratios.get((n, run)) for run in lengths] for n in counts]
     fields["direct / kernel,", direction] = [[r and (round(r, 3), f"×{r:.2f}") for r in line] for line in lines]
-    for n in counts:
+    for n in both:
         over = recommend.crossover(direct[n], kernel[n])
         text = {0.0: "every length measured", float("inf"): f"none up to {book.size(max(direct[n]))}"}
         crossings.append([direction, n, text.get(over, f"{over / 1024:.0f} KiB")])
