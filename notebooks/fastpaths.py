@@ -105,6 +105,16 @@ def described_by(rows: Sequence[Content]) -> list[float]:
     return [per_descriptor(cell, "submit") for cell in cells if cell["descriptors"] >= MANY]
 
 
+def own_times(rows: Sequence[Content]) -> dict[str, list[tuple[float, float]]]:
+    """Backend -> seconds of each submit that waited for nothing, and what of them no call of the device took."""
+    found: dict[str, list[tuple[float, float]]] = {}
+    for row in rows:
+        for cell in targets.measured(row):
+            if cell["held"] and cell.get("own_s") is not None:
+                found.setdefault(cell["mover"], []).append((cell["submit"]["median_s"], cell["own_s"]))
+    return found
+
+
 def series_of(rows: Sequence[Content]) -> dict[str, dict[int, list[Spread]]]:
     """Portion `descriptors`, backend `direct`: direction -> bytes a run -> spreads by number of descriptors."""
     found: dict[str, dict[int, list[Spread]]] = {}
