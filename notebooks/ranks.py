@@ -47,10 +47,10 @@ def shown(source: str) -> tuple[Path, Content | None]:
         raise files.NoResults(f"{fault}; delete it, or run make bench-gpus") from fault
 
 
-def elsewhere(path: Path) -> list[tuple[Path, Content]]:
-    """Committed files of ranks on other hosts than the one of this file."""
-    others = sorted(set(COMMITTED.parents[1].glob(f"*/{COMMITTED.name}")) - {path})
-    return [(other, files.read(other, RANKS)[1]) for other in others]
+def others(path: Path) -> list[tuple[Path, Content]]:
+    """Other committed files of ranks than this one."""
+    found = sorted(set(COMMITTED.parents[1].glob(f"*/{COMMITTED.name}")) - {path})
+    return [(other, files.read(other, RANKS)[1]) for other in found]
 
 
 def label(path: Path, content: Content) -> str:

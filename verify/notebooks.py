@@ -292,7 +292,12 @@ class ThisPython(AsyncKernelManager):
 class Client(NotebookClient):
     """Ctrl-C cancels it: nbclient's own handler ends the kernel, and the cell then fails in one way or another."""
 
-    interrupted = False
+    stopped = False
+
+    @property
+    def interrupted(self) -> bool:
+        """By our handler, or by nbclient's own as long as the kernel starts, which leaves a cleaning up behind."""
+        return self.stopped or hasattr(self, "_async_cleanup_kernel_future")
 
     @asynccontextmanager
     async def async_setup_kernel(self, **options: Any) -> AsyncGenerator[None, None]:
@@ -302,7 +307,7 @@ class Client(NotebookClient):
             yield
 
     def _stop(self, task: asyncio.Task[Any] | None) -> None:
-        self.interrupted = True
+        self.stopped = True
         self.shutdown_kernel = "immediate"  # the terminal interrupts the kernel as well
         assert task
         task.cancel()
@@ -336,10 +341,8 @@ def run(
         return f"{error.ename}: {error.evalue}".rstrip(": ") + _where(error.traceback)
     except (CellTimeoutError, DeadKernelError) as error:
         return str(error)
-    except asyncio.CancelledError:  # by nbclient's handler, as long as the kernel starts
-        client.interrupted = True
     finally:
-        if client.interrupted:  # whatever became of the cell
+        if client.interrupted:  # whatever became of the kernel and its cell
             raise KeyboardInterrupt from None
     return "; ".join(faults(nb))
 

@@ -288,7 +288,7 @@ else:
 # %% [markdown]
 # ## A second GPU of the same host
 #
-# So far one process moved bytes on one GPU. Under tensor parallelism each GPU has a rank, and all of them back up and load at the same time, into one host's memory. Here every rank is measured alone, and again while the others move bytes as well: all in one direction, or neighbours in opposite ones. **Two hosts with two GPUs each were measured, and ranks hardly slow each other down, whichever backend moves the bytes. On one of them nothing is lost but noise. On the other a load beside a backup loses about 5 %, and most of what is slow beside another rank is slow alone as well.**
+# So far one process moved bytes on one GPU. Under tensor parallelism each GPU has a rank, and all of them back up and load at the same time, into one host's memory. Here every rank is measured alone, and again while the others move bytes as well: all in one direction, or neighbours in opposite ones. **They were measured twice, and both times two ranks hardly slow each other down in the median, whichever backend moves the bytes: by nothing but noise the last time, and by about 5 % in a load beside a backup the time before. Single pools lose more by copy engine, but those were slow the time before as well, and most of them alone.**
 #
 # These results are the committed ones too, with all their models, unless the folder given as `RESULTS` has a `ranks.json`. `make bench-gpus` measures the GPUs of your host.
 
@@ -300,14 +300,14 @@ if of_ranks:
     ranks.draw(marks)
     print("digest of what is drawn:", book.digest(marks))
     book.table(*ranks.kept(of_ranks))
-    for other, of_others in ranks.elsewhere(source):
+    for other, of_others in ranks.others(source):
         book.say(ranks.label(other, of_others))
         book.table(*ranks.kept(of_others))
 else:
     book.say("Not among these results: several GPUs of one host. `make bench-gpus` measures them.")
 
 # %% [markdown]
-# A mark is one rank with one pool, layout and backend; rates do not begin at 0. The pools of a backend differ more than situations do, so the distance of two bars is not what a rank loses. The first table tells that: medians over all marks of what a rank keeps of its *own* rate alone, and then of what all ranks reach together, in percent of what plain copies of all reach together. A backend that is slow alone is so there as well. The other table is of another host, and of older code: which of the two makes it different nobody can tell from these results.
+# A mark is one rank with one pool, layout and backend; rates do not begin at 0. The pools of a backend differ more than situations do, so the distance of two bars is not what a rank loses. The first table tells that: medians over all marks of what a rank keeps of its *own* rate alone, and then of what all ranks reach together, in percent of what plain copies of all reach together. A backend that is slow alone is so there as well. The other table is of the time before, on the same or another host, and of older code: what makes it different these results do not tell.
 
 # %%
 if of_ranks:

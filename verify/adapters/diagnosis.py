@@ -178,7 +178,7 @@ def in_common(failing: Results, passing: Results) -> Iterator[str]:
     shared = set[str]() if silent else set.intersection(*(suite.flags(g, t) for g, t, _ in failing))
     fitting = sorted(shared.difference(*(suite.flags(g, t) for g, t, _ in passing)))
     for flag in fitting:
-        yield f"{flag}, which shows in these and in no others: {suite.manifest()['flags'][flag]}"
+        yield f"{flag}, which shows in these and in none that passes: {suite.manifest()['flags'][flag]}"
     if not fitting and not silent:
         yield "No known fault shows in exactly these."
     if ways := [o.differs for _, _, o in failing if o.differs]:

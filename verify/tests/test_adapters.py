@@ -73,7 +73,7 @@ def test_a_known_fault_fails_exactly_where_it_shows_and_is_named(flag: str) -> N
     found = results(adapter, ("layer_first", "page_head") if flag.endswith(REFUSALS) else ("page_first",))
     certain = [(g, t, o) for g, t, o in found if t["result"] != "unspecified"]
     assert failed(certain).keys() == {t["id"] for g, t, _ in certain if flag in suite.flags(g, t)} != set()
-    assert any(f"{flag}, which shows in these and in no others: " in line for line in diagnosis.summary(found))
+    assert any(f"{flag}, which shows in these and in none that passes: " in line for line in diagnosis.summary(found))
     assert all(message.startswith(f"{case}: ") for case, message in failed(found).items())
 
 
@@ -269,7 +269,7 @@ def test_a_known_fault_is_named_by_what_may_be_refused_too(flag: str) -> None:
     assert {o.status for _, _, o in may} == {"passed", "failed"}
     (line,) = diagnosis.summary(found)
     assert f"{len(failed(found))} of " in line
-    assert f" cases to be moved are wrong. {flag}, which shows in these and in no others: " in line
+    assert f" cases to be moved are wrong. {flag}, which shows in these and in none that passes: " in line
 
 
 # ---- refused, though it must be moved
@@ -307,7 +307,7 @@ def test_refusals_and_wrong_bytes_are_told_apart() -> None:
         r"the list\.$",
         refused,
     )
-    assert " cases to be moved are wrong. LayersSwapped, which shows in these and in no others: " in wrongly
+    assert " cases to be moved are wrong. LayersSwapped, which shows in these and in none that passes: " in wrongly
 
 
 # ---- faults that need several properties at once
@@ -601,7 +601,7 @@ def test_a_known_fault_in_c_is_named(change: Change, flag: str, tmp_path: Path) 
     compiled(tmp_path, change)
     done = command(tmp_path, "-m", "verify", "adapter", "pages_in_c", "--family", "k_only", "mla")
     assert done.returncode == 1, done.stdout + done.stderr
-    assert re.search(rf"{flag}\w*, which shows in these and in no others: ", done.stdout)
+    assert re.search(rf"{flag}\w*, which shows in these and in none that passes: ", done.stdout)
 
 
 # Faults that need as many layers, pages or bytes as real pools have: file, change, flag, the first message.
@@ -668,7 +668,7 @@ def test_a_fault_of_real_sizes_is_decoded_and_named(fault: str, tmp_path: Path) 
     )
     assert done.returncode == 1, done.stdout + done.stderr
     assert done.stdout.splitlines()[1].startswith(said), done.stdout.splitlines()[1]
-    assert f" to be moved are wrong. {flag}, which shows in these and in no others: " in done.stdout
+    assert f" to be moved are wrong. {flag}, which shows in these and in none that passes: " in done.stdout
 
 
 @pytest.mark.parametrize(
