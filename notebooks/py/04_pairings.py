@@ -301,7 +301,7 @@ if of_ranks:
     print("digest of what is drawn:", book.digest(marks))
     book.table(*ranks.kept(of_ranks))
     for other, of_others in ranks.others(source):
-        book.say(ranks.label(other, of_others))
+        print(f"\n{ranks.label(other, of_others)}\n")
         book.table(*ranks.kept(of_others))
 else:
     book.say("Not among these results: several GPUs of one host. `make bench-gpus` measures them.")
