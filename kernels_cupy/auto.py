@@ -1,7 +1,9 @@
 """Backend `auto`: for every transfer, the backend that a table measured on this device says is the fastest.
 
-Times depend on how many bytes lie together (a run for `kernel` and `direct`, a page's piece for `staged`) and on the
-direction. `calibrate.py` measures them; without a table of this device and driver the one of an H200 serves.
+What counts is how long one transfer more takes where they follow each other, as layers do: the device's time or the
+host's, whichever is longer. Both depend on how many bytes lie together (a run for `kernel` and `direct`, a page's piece
+for `staged`) and on the direction. `calibrate.py` measures them; without a table of this device and driver the one of
+an H200 serves.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ from refimpl.teardown import call_all
 from refimpl.transfer import Transfer
 
 BUILT_IN = Path(__file__).with_name("h200.json")
+WHO = ("device", "host")
 COARSE = 8  # shares of pages behind each other that are told apart
 BACKENDS: dict[str, Callable[[Setup], Backend]] = {"kernel": SmCopy, "direct": CopyEngine, "staged": Staged}
 
@@ -77,13 +80,14 @@ class Auto:
     def read(self, indices: torch.Tensor) -> torch.Tensor:
         return next(iter(self._backends.values())).read(indices)
 
-    def place(self, items: Items, direction: str) -> None:
-        """Lists that are left on the device, for each that may be chosen: whoever gave them may change them next.
+    def place(self, plan: Plan, layers: tuple[int | None, ...], items: Items, direction: str) -> None:
+        """For the backend that will move all layers; one that moves fewer, and is another, has them brought then.
 
-        Others not before it is clear which backend will need what.
+        Lists that are left on the device, for each that may be chosen: whoever gave them may change them next.
         """
-        for backend in self._backends.values() if items.unchecked else ():
-            backend.place(items, direction)
+        names = self._backends if items.unchecked else (self.chosen(plan, layers, items, direction),)
+        for name in names:
+            self._backends[name].place(plan, layers, items, direction)
 
     def candidates(self, plan: Plan, layers: tuple[int | None, ...], items: Items, direction: str) -> list[Candidate]:
         """Every backend, fastest first, with the time that the table predicts or the reason why it is out."""
@@ -129,17 +133,21 @@ def choice(found: list[Candidate]) -> str:
 
 
 def predicted(rates: dict[str, Any], demand: Demand) -> float:
-    """Seconds: a latency, and for every piece as long as pieces of its size take.
+    """Seconds of one transfer more, by the slower of the two that work at it."""
+    return max(seconds_of(rates[who], demand) for who in WHO)
+
+
+def seconds_of(times: dict[str, Any], demand: Demand) -> float:
+    """Seconds of the device or of the host: some for the call, and for every piece as long as pieces of its size take.
 
     Between sizes that were measured a piece's time is interpolated. A shorter one takes as long as the shortest (the
     cost of a descriptor, say), a longer one passes at the rate of the longest. No rate is believed that a longer piece
     does not reach as well: drivers treat some lengths now this way, now that.
     """
-    sizes, speeds = (np.array(column, float) for column in zip(*rates["gb_per_s"], strict=True))
-    speeds = np.minimum.accumulate(speeds[::-1])[::-1]
-    seconds = sizes / speeds / 1e9
-    piece = np.interp(min(demand.each, sizes[-1]), sizes, seconds) * max(demand.each / sizes[-1], 1)
-    return rates["latency_s"] + demand.nbytes / demand.each * float(piece)
+    sizes, seconds = (np.array(column, float) for column in zip(*times["piece_s"], strict=True))
+    of_a_byte = np.maximum.accumulate((seconds / sizes)[::-1])[::-1]
+    piece = np.interp(min(demand.each, sizes[-1]), sizes, of_a_byte * sizes) * max(demand.each / sizes[-1], 1)
+    return times["call_s"] + demand.nbytes / demand.each * float(piece)
 
 
 def _runs(plan: Plan, layers: tuple[int | None, ...], items: Items, direction: str) -> Demand:

@@ -2,8 +2,9 @@
 
 `python -m kernels_cupy.calibrate` takes less than half a minute and leaves a table in the user's cache folder, which
 `auto` finds by the GPU's model, driver and kernels. Transfers are submitted one after the other while their stream is
-held, and what each one more takes is what counts: on the device, or on the host that submits it, whichever is longer. A
-copy engine moves a KiB at a time as fast as the bus allows, but no host describes so many pieces to it as quickly.
+held, and what each one more takes is what counts, on the device and on the host that submits it: a copy engine moves a
+KiB at a time as fast as the bus allows, but no host describes so many pieces to it as quickly. Transfers of one page
+tell what a call takes, those of many what each piece adds.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import numpy as np
 import torch
 
 from kernels_cupy import cache_folder
-from kernels_cupy.auto import table_path
+from kernels_cupy.auto import WHO, table_path
 from kernels_cupy.runtimes import runtime
 from kernels_cupy.specs import HASH
 from kernels_cupy.staged import HALVES
@@ -89,9 +90,10 @@ class Reused(HostMemory):
 
 
 def measure(device: str = "cuda") -> dict[str, Any]:
-    """The table: {"backends": {backend: {direction: {"latency_s": …, "gb_per_s": [[bytes of a piece, GB/s], …]}}}}.
+    """The table: {"backends": {backend: {direction: {"device": times, "host": times}}}}.
 
-    Taken on a stream of our own: the batched copy refuses the default one.
+    Times are {"call_s": …, "piece_s": [[bytes of a piece, seconds that it adds], …]}. Taken on a stream of our own: the
+    batched copy refuses the default one.
     """
     device = settled(device)
     port = runtime(device)
@@ -106,11 +108,14 @@ def _measure(device: str) -> dict[str, Any]:
     backends: dict[str, Any] = {}
     try:
         for name, probe in PROBES.items():
-            rates: dict[str, Any] = {d: {"latency_s": float("inf"), "gb_per_s": []} for d in DIRECTIONS}
+            rates: dict[str, Any] = {
+                way: {who: {"call_s": float("inf"), "piece_s": []} for who in WHO} for way in DIRECTIONS
+            }
             for piece in probe.sizes:
-                for direction, latency, speed in _speeds(name, probe, piece, device, memory):
-                    rates[direction]["latency_s"] = min(rates[direction]["latency_s"], latency)
-                    rates[direction]["gb_per_s"].append([piece, float(f"{speed:.5g}")])
+                for direction, who, of_call, of_piece in _times(name, probe, piece, device, memory):
+                    times = rates[direction][who]
+                    times["call_s"] = min(times["call_s"], of_call)
+                    times["piece_s"].append([piece, float(f"{of_piece:.5g}")])
             backends[name] = rates
     finally:
         memory.close()
@@ -118,8 +123,10 @@ def _measure(device: str) -> dict[str, Any]:
     return {"device": model, "kernels": HASH, "backends": backends}
 
 
-def _speeds(name: str, probe: Probe, piece: int, device: str, memory: HostMemory) -> Iterator[tuple[str, float, float]]:
-    """Direction, seconds of a transfer of one page, GB/s of many."""
+def _times(
+    name: str, probe: Probe, piece: int, device: str, memory: HostMemory
+) -> Iterator[tuple[str, str, float, float]]:
+    """Direction, "device" or "host", its seconds for a transfer of one page, and those that each page more adds."""
     port, spec = runtime(device), probe.spec(piece)
     pages = min(max(probe.payload // piece, 1), probe.most)
     random = np.random.default_rng(piece)
@@ -130,19 +137,16 @@ def _speeds(name: str, probe: Probe, piece: int, device: str, memory: HostMemory
         for direction in DIRECTIONS:
             all_pages = host.prepare(pool, there, here, direction)
             one_page = host.prepare(pool, there[:1], here[:1], direction)
-            latency = statistics.median(_waited(one_page) for _ in range(1 + SAMPLES))
-            submits = [_submitted(all_pages) for _ in range(SUBMITS)]
-            hold = 1.5 * IN_A_ROW * max(submits) + SLACK_S
-            more = [_held(port, all_pages, IN_A_ROW, hold) - _held(port, all_pages, 1, hold) for _ in range(SAMPLES)]
-            each = max(statistics.median(more) / (IN_A_ROW - 1), min(submits))
-            yield direction, latency, pages * piece / each / 1e9
+            for who, one, many in zip(WHO, _one_more(port, one_page), _one_more(port, all_pages), strict=True):
+                yield direction, who, one, max(many - one, 0.0) / max(pages - 1, 1)
 
 
-def _waited(transfer: Transfer) -> float:
-    """Seconds from submitting a transfer until it is complete."""
-    begin = time.perf_counter()
-    transfer.run().wait()
-    return time.perf_counter() - begin
+def _one_more(port: Runtime, transfer: Transfer) -> tuple[float, float]:
+    """Seconds of the device and of the host for one transfer more of several in a row."""
+    submits = [_submitted(transfer) for _ in range(SUBMITS)]
+    hold = 1.5 * IN_A_ROW * max(submits) + SLACK_S
+    more = [_held(port, transfer, IN_A_ROW, hold) - _held(port, transfer, 1, hold) for _ in range(SAMPLES)]
+    return statistics.median(more) / (IN_A_ROW - 1), min(submits)
 
 
 def _submitted(transfer: Transfer) -> float:

@@ -36,7 +36,7 @@ class CopyEngine:
     def read(self, indices: torch.Tensor) -> torch.Tensor:
         return read(self._runtime, indices)
 
-    def place(self, items: Items, direction: str) -> None:
+    def place(self, plan: Plan, layers: tuple[int | None, ...], items: Items, direction: str) -> None:
         """The copy engine needs no lists."""
 
     def execute(self, plan: Plan, layers: tuple[int | None, ...], items: Items, direction: str) -> Receipt:

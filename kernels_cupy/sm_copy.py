@@ -39,7 +39,7 @@ class SmCopy:
     def read(self, indices: torch.Tensor) -> torch.Tensor:
         return read(self._runtime, indices)
 
-    def place(self, items: Items, direction: str) -> None:
+    def place(self, plan: Plan, layers: tuple[int | None, ...], items: Items, direction: str) -> None:
         place(self._runtime, self._runtime.current(), items, SIDES)
 
     def execute(self, plan: Plan, layers: tuple[int | None, ...], items: Items, direction: str) -> Receipt:

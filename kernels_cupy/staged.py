@@ -88,7 +88,7 @@ class Staged:
     def read(self, indices: torch.Tensor) -> torch.Tensor:
         return read(self._runtime, indices)
 
-    def place(self, items: Items, direction: str) -> None:
+    def place(self, plan: Plan, layers: Layers, items: Items, direction: str) -> None:
         self._lists(self._runtime.current(), items, direction)
 
     def execute(self, plan: Plan, layers: Layers, items: Items, direction: str) -> Receipt:

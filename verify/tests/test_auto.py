@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 
 from kernels_cupy import auto, calibrate
-from kernels_cupy.auto import BACKENDS, BUILT_IN, Demand, explain, predicted
+from kernels_cupy.auto import BACKENDS, BUILT_IN, Demand, explain, predicted, seconds_of
 from kernels_cupy.copy_engine import count_descriptors, descriptors
 from kernels_cupy.jobs import runs_and_bytes
 from kernels_cupy.pieces import pieces
@@ -24,8 +25,14 @@ from verify.guarded import on_the_device
 pytestmark = pytest.mark.emulated
 
 SPEC = presets.mha(layers=3, heads=2, head_dim=8, dtype=torch.bfloat16, page_size=4)
-SLOW = {"latency_s": 1.0, "gb_per_s": [[1, 1.0], [2**20, 1.0]]}
-FAST = {"latency_s": 1e-6, "gb_per_s": [[1, 50.0], [2**20, 50.0]]}
+Times = dict[str, Any]
+
+
+def times(call_s: float, of_a_byte: float) -> Times:
+    return {"call_s": call_s, "piece_s": [[1, of_a_byte], [2**20, 2**20 * of_a_byte]]}
+
+
+NOTHING, FAST, SLOW = times(0.0, 0.0), times(1e-6, 2e-11), times(1.0, 1e-9)
 
 
 def prepared(
@@ -38,7 +45,7 @@ def prepared(
 
 def rated(monkeypatch: pytest.MonkeyPatch, fastest: str, direction: str) -> None:
     """A table by which one backend is the fastest in one direction, and the slowest in the other."""
-    ways = {True: FAST, False: SLOW}
+    ways = {True: {"device": FAST, "host": NOTHING}, False: {"device": SLOW, "host": NOTHING}}
     rates = {
         name: {way: ways[(name == fastest) == (way == direction)] for way in ("backup", "load")} for name in BACKENDS
     }
@@ -54,6 +61,33 @@ def test_the_fastest_in_this_direction_is_chosen(fastest: str, direction: str, m
     receipt.wait()
     assert receipt.path == f"auto: {fastest}"
     assert explain(transfer).endswith(f"choice: {fastest}")
+
+
+@pytest.mark.parametrize(("fastest", "brought"), [("kernel", 2), ("staged", 1), ("direct", 0)])
+def test_lists_come_to_the_device_when_a_transfer_is_prepared_not_when_it_runs(
+    fastest: str, brought: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rated(monkeypatch, fastest, "load")
+    transfer = prepared()
+    monkeypatch.setattr(emulated(), "upload", lambda array: pytest.fail("a list is sent when it is needed already"))
+    receipt = transfer.run()
+    receipt.wait()
+    assert (receipt.path, receipt.index_uploads) == (f"auto: {fastest}", brought)
+
+
+def test_a_few_layers_may_go_another_way_than_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    rates = {
+        "kernel": {"device": times(0.0, 1e-9), "host": NOTHING},
+        "direct": {"device": times(0.0, 5e-10), "host": times(1e-6, 0.0)},
+        "staged": {"device": SLOW, "host": NOTHING},
+    }
+    both_ways = {name: dict.fromkeys(("backup", "load"), rate) for name, rate in rates.items()}
+    monkeypatch.setattr(auto, "table", lambda platform: {"backends": both_ways})
+    transfer = prepared()
+    one_layer, all_layers = transfer.run((1,)), transfer.run()
+    all_layers.wait()
+    assert 1e-9 * one_layer.bytes < 1e-6 < 1e-9 * all_layers.bytes, "the host's time for a call decides"
+    assert (one_layer.path, all_layers.path) == ("auto: kernel", "auto: direct")
 
 
 def test_a_backend_that_fails_to_close_does_not_keep_auto_from_closing_the_others(
@@ -109,13 +143,19 @@ def test_only_auto_explains() -> None:
     ],
 )
 def test_a_piece_between_measured_sizes_takes_a_time_between_theirs(each: int, seconds: float) -> None:
-    rates: dict[str, Any] = {"latency_s": 1e-3, "gb_per_s": [[1024, 10.0], [4096, 30.0]]}
-    assert predicted(rates, Demand(10**9, each)) == pytest.approx(1e-3 + seconds)
+    of_call = {"call_s": 1e-3, "piece_s": [[1024, 102.4e-9], [4096, 4096e-9 / 30]]}
+    assert seconds_of(of_call, Demand(10**9, each)) == pytest.approx(1e-3 + seconds)
 
 
 def test_a_rate_that_a_longer_piece_does_not_reach_is_not_believed() -> None:
-    rates: dict[str, Any] = {"latency_s": 0.0, "gb_per_s": [[1024, 90.0], [2048, 20.0], [4096, 40.0]]}
-    assert predicted(rates, Demand(10**9, 1024)) == predicted(rates, Demand(10**9, 2048)) == pytest.approx(1 / 20)
+    rates = {"call_s": 0.0, "piece_s": [[1024, 1024e-9 / 90], [2048, 2048e-9 / 20], [4096, 4096e-9 / 40]]}
+    assert seconds_of(rates, Demand(10**9, 1024)) == seconds_of(rates, Demand(10**9, 2048)) == pytest.approx(1 / 20)
+
+
+@pytest.mark.parametrize("slower", ["device", "host"])
+def test_the_slower_of_device_and_host_counts(slower: str) -> None:
+    rates = {"device": FAST, "host": FAST} | {slower: SLOW}
+    assert predicted(rates, Demand(10**9, 1024)) == seconds_of(SLOW, Demand(10**9, 1024)) > 1
 
 
 @pytest.mark.parametrize("layout", ["layer_first", "page_first", "page_first_direct", "page_head", "page_unified"])
@@ -142,9 +182,10 @@ def test_a_calibration_rates_every_backend_by_size_in_both_directions(monkeypatc
     assert (found["device"], found["kernels"]) == ("emulated", HASH)
     for name, probe in few.items():
         for direction in ("backup", "load"):
-            rates = found["backends"][name][direction]
-            assert [piece for piece, _ in rates["gb_per_s"]] == list(probe.sizes)
-            assert predicted(rates, Demand(10**6, 512)) > rates["latency_s"] > 0
+            for who in ("device", "host"):
+                of_who = found["backends"][name][direction][who]
+                assert [piece for piece, _ in of_who["piece_s"]] == list(probe.sizes)
+                assert seconds_of(of_who, Demand(10**6, 512)) >= of_who["call_s"] > 0
 
 
 def test_the_built_in_table_rates_every_backend_in_both_directions() -> None:
@@ -152,10 +193,12 @@ def test_the_built_in_table_rates_every_backend_in_both_directions() -> None:
     assert (content["device"], content["kernels"]) == ("NVIDIA H200", HASH), "calibrate again on an H200"
     rates = content["backends"]
     assert set(rates) == set(BACKENDS)
-    for way in (rates[name][direction] for name in BACKENDS for direction in ("backup", "load")):
-        sizes, speeds = zip(*way["gb_per_s"], strict=True)
+    for name, direction, who in product(BACKENDS, ("backup", "load"), ("device", "host")):
+        of_who = rates[name][direction][who]
+        sizes, seconds = zip(*of_who["piece_s"], strict=True)
         assert list(sizes) == sorted(set(sizes))
-        assert min(*speeds, way["latency_s"]) > 0
+        assert 0 < of_who["call_s"] < 1e-3
+        assert (min(seconds) > 0) or (who, name) == ("host", "kernel"), "a launch costs the same for any number of runs"
 
 
 @pytest.mark.parametrize("fastest", ["kernel", "direct"])
