@@ -21,7 +21,7 @@ HASH = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(SOURCES.iter
 # Of NVRTC, with a GPU or without.
 OPTIONS = ("-std=c++17", "-lineinfo", f"-I{SOURCES}", f"-DKERNELS=0x{HASH}")
 
-MAX_STARTS = 240
+MAX_STARTS = 112
 MAX_LOOPS = 3
 WORDS = (16, 8, 4, 2, 1)  # bytes
 

@@ -269,6 +269,43 @@ def draw_capacity(lines: dict[str, dict[str, list[tuple[float, float]]]]) -> Fig
     return figure
 
 
+# ---- layer by layer
+
+
+@dataclass(frozen=True)
+class ByLayer:
+    """Loads of one case by one backend, layer by layer and all at once, a figure for each layout.
+
+    lost_s  seconds that a layer takes longer by itself than as part of all
+    """
+
+    backend: str
+    case: str
+    layers: int
+    layer_bytes: int
+    at_once: list[float]
+    by_layer: list[float]
+    lost_s: list[float]
+
+
+def by_layer(rows: Sequence[Content]) -> list[ByLayer]:
+    """Of `kernel` and `direct`, where everything was submitted before the device began."""
+    found: dict[tuple[str, str], ByLayer] = {}
+    for row in rows:
+        layers = max((cell["kernels"] for cell in targets.by_layer(row)), default=0)
+        at_once = {cell["backend"]: cell for cell in targets.measured(row) if cell["held"]}
+        for cell in targets.by_layer(row):
+            backend = cell["backend"]
+            if backend in ("direct", "kernel") and cell["held"] and backend in at_once:
+                empty = ByLayer(backend, row["case"], layers, row["payload_bytes"] // layers, [], [], [])
+                of_case = found.setdefault((backend, row["case"]), empty)
+                seconds = cell["timing"]["median_s"] - at_once[backend]["timing"]["median_s"]
+                of_case.lost_s.append(seconds / (layers - 1))
+                of_case.at_once.append(at_once[backend]["percent_of_ceiling"])
+                of_case.by_layer.append(cell["percent_of_ceiling"])
+    return sorted(found.values(), key=lambda one: (one.backend, one.layer_bytes))
+
+
 # ---- auto
 
 

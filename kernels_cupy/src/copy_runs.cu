@@ -5,7 +5,7 @@
 
 #include "primitives.cuh"
 
-constexpr int MAX_STARTS = 240;  // layers of one launch: the struct must stay below the 4 KiB of a launch's arguments
+constexpr int MAX_STARTS = 112;  // layers of one launch: the struct must stay below the 4 KiB of a launch's arguments
 constexpr int MAX_LOOPS = 3;     // token, head group, head
 constexpr int IN_FLIGHT = 4;
 

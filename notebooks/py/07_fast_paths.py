@@ -35,7 +35,7 @@ import torch
 import tracing
 from fastpaths import percents, rows_of, spread
 
-from kernels_cupy import emu, sm_copy, specs
+from kernels_cupy import auto, calibrate, emu, sm_copy, specs
 from refimpl import LAYOUTS, DevicePool, HostPool, oracle, presets, slots_of
 from refimpl.support import DIRECTIONS
 from verify import fill
@@ -414,6 +414,29 @@ print("far below both neighbours:", "; ".join(fastpaths.dips(capacity, by=3)) or
 print("digest of what is drawn:", book.digest(capacity))
 
 # %% [markdown]
+# ## Layer by layer
+#
+# A model computes its first layer while the next ones are on their way, so a load is often a transfer for each layer (portion `sglang`). **That costs a few microseconds a layer, whatever the layer is**: from the last bytes of one transfer to the first bytes of the next the bus is idle. So it is short layers that lose by it. The time lost is that of all layers one by one less that of all at once, for each layer but the first.
+
+# %%
+loads = fastpaths.by_layer(rows_of(bench, "sglang"))
+rows = []
+for one in loads:
+    lost = spread([seconds * 1e6 for seconds in one.lost_s], "{:.1f}")
+    places = one.case, len(one.lost_s), one.layers, f"{one.layer_bytes / 2**20:.1f}"
+    rows.append([one.backend, *places, spread(one.at_once), spread(one.by_layer), lost])
+heads = ["rows", "layers", "MiB a\nlayer", "at once, %\nof ceiling", "by layer,\n%", "lost, µs\na layer"]
+book.table(["backend", "", *heads], rows)
+one_page = auto.table("emulated")["backends"]["kernel"]["load"]["device"]["call_s"]
+print()
+book.say(
+    f"A load of one page of {calibrate.PROBES['kernel'].sizes[0]} B by `kernel` behind another one takes the device "
+    f"{one_page * 1e6:.1f} µs (`kernels_cupy/h200.json`): a launch, and one way over the bus and back."
+)
+
+# %% [markdown]
+# So most of what a launch loses is what any launch takes that reads from the host, and the rest is the end of the one before, when fewer and fewer threads have something left to read. What would help is to have two layers under way at a time.
+#
 # ## What `auto` makes of it
 #
 # `auto` predicts a time for each backend from a table of rates by contiguous bytes, and takes the fastest. By what was said above, **such a rate has to be the lower of two: what the device moves, and what the host describes.** `make calibrate` measures it that way, and this table judges it that way: the rate of `auto` over that of the best backend in the same row, as it was measured, and as the committed table (`kernels_cupy/h200.json`) would have chosen.

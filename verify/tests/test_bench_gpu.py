@@ -256,8 +256,9 @@ def row(mover_rates: dict[str, float], run: int = 4096, piece: int = 0, directio
         "cells": [
             {
                 "mover": mover,
+                "backend": mover.partition(", ")[0],
                 "status": "measured",
-                "layerwise": False,
+                "layerwise": mover.endswith(", by layer"),
                 "descriptors": 100,
                 "gb_per_s": percent / 2,
                 "timing": {"median_s": 2**28 / (percent / 2 * 1e9)},
@@ -341,6 +342,17 @@ def test_auto_is_judged_by_what_lasts_and_by_the_device_alone() -> None:
     assert [line.split(";")[0] for line in lines if "auto against the best backend" in line] == [
         "MISSED: auto against the best backend: 0 of 1",
         "met: auto against the best backend, the device's time alone: 1 of 1",
+    ]
+
+
+def test_auto_layer_by_layer_is_judged_by_what_others_reach_layer_by_layer() -> None:
+    found = row({"direct": 100, "auto": 100, "direct, by layer": 99, "kernel, by layer": 80, "auto, by layer": 88})
+    lines = targets.verdicts({"sessions": [{}], "rows": [found]}, sglang())
+    assert [line.partition(" (")[0] for line in lines if "auto against the best backend" in line] == [
+        "met: auto against the best backend: 1 of 1; worst 1 against 0.9",
+        "met: auto against the best backend, the device's time alone: 1 of 1; worst 1 against 0.9",
+        "MISSED: auto against the best backend, by layer: 0 of 1; worst 0.8889 against 0.9",
+        "MISSED: auto against the best backend, by layer, the device's time alone: 0 of 1; worst 0.8889 against 0.9",
     ]
 
 
