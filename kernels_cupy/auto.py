@@ -21,11 +21,13 @@ import torch
 from kernels_cupy import CACHE
 from kernels_cupy.copy_engine import CopyEngine, count_descriptors, joined_items
 from kernels_cupy.jobs import out_of_reach, runs_and_bytes
+from kernels_cupy.lists import tell_uploads
 from kernels_cupy.pieces import pieces
 from kernels_cupy.sm_copy import SmCopy
 from kernels_cupy.staged import Staged
 from refimpl.backends.protocol import Backend, Setup
 from refimpl.devices import platform_of
+from refimpl.geometry import NO_LAYER
 from refimpl.indices import Items
 from refimpl.plan import Plan
 from refimpl.receipt import Receipt
@@ -34,6 +36,7 @@ from refimpl.teardown import call_all
 from refimpl.transfer import Transfer
 
 BUILT_IN = Path(__file__).with_name("h200.json")
+FORM = "call and piece"  # of a table; one of another form is not found, and has to be measured again
 WHO = ("device", "host")
 COARSE = 8  # shares of pages behind each other that are told apart
 BACKENDS: dict[str, Callable[[Setup], Backend]] = {"kernel": SmCopy, "direct": CopyEngine, "staged": Staged}
@@ -80,14 +83,19 @@ class Auto:
     def read(self, indices: torch.Tensor) -> torch.Tensor:
         return next(iter(self._backends.values())).read(indices)
 
-    def place(self, plan: Plan, layers: tuple[int | None, ...], items: Items, direction: str) -> None:
-        """For the backend that will move all layers; one that moves fewer, and is another, has them brought then.
+    def place(self, plan: Callable[[], Plan], layers: tuple[int | None, ...], items: Items, direction: str) -> None:
+        """For whoever will be chosen: for all layers, for the first one if they come one by one, for side states.
 
         Lists that are left on the device, for each that may be chosen: whoever gave them may change them next.
         """
-        names = self._backends if items.unchecked else (self.chosen(plan, layers, items, direction),)
-        for name in names:
-            self._backends[name].place(plan, layers, items, direction)
+        made = plan()
+        owned = tuple(layer for layer in layers if layer in made.layers)
+        first, side_states = owned[:1] if direction == "load" else (), NO_LAYER if None in made.layers else ()
+        moved = filter(None, (owned, first, side_states))
+        chosen = {self.chosen(made, portion, items, direction) for portion in moved}
+        for name, backend in self._backends.items():  # `kernel` comes first, and what it needs serves `staged`
+            if items.unchecked or name in chosen:
+                backend.place(plan, layers, items, direction)
 
     def candidates(self, plan: Plan, layers: tuple[int | None, ...], items: Items, direction: str) -> list[Candidate]:
         """Every backend, fastest first, with the time that the table predicts or the reason why it is out."""
@@ -109,7 +117,8 @@ class Auto:
     def execute(self, plan: Plan, layers: tuple[int | None, ...], items: Items, direction: str) -> Receipt:
         chosen = self.chosen(plan, layers, items, direction)
         receipt = self._backends[chosen].execute(plan, layers, items, direction)
-        return replace(receipt, path=f"auto: {receipt.path}")
+        uploads = receipt.index_uploads + tell_uploads(items)  # by `direct`, what was sent for others
+        return replace(receipt, path=f"auto: {receipt.path}", index_uploads=uploads)
 
     def chosen(self, plan: Plan, layers: tuple[int | None, ...], items: Items, direction: str) -> str:
         """Made once for transfers that are about as large and as scattered: it takes longer than submitting them."""
@@ -132,9 +141,9 @@ def choice(found: list[Candidate]) -> str:
     return found[0].backend
 
 
-def predicted(rates: dict[str, Any], demand: Demand) -> float:
+def predicted(times: dict[str, Any], demand: Demand) -> float:
     """Seconds of one transfer more, by the slower of the two that work at it."""
-    return max(seconds_of(rates[who], demand) for who in WHO)
+    return max(seconds_of(times[who], demand) for who in WHO)
 
 
 def seconds_of(times: dict[str, Any], demand: Demand) -> float:
@@ -173,7 +182,7 @@ DEMANDS = {"kernel": _runs, "direct": _descriptors, "staged": _pieces}
 
 
 def table(device: str) -> dict[str, Any]:
-    """Rates of a device, or of an H200 if it was not calibrated."""
+    """Times of a device, or of an H200 if it was not calibrated."""
     path = table_path(device) if platform_of(device) == "cuda" else BUILT_IN
     return _read(path if path.exists() else BUILT_IN)
 
@@ -189,11 +198,11 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def table_path(device: str) -> Path:
-    """Where the table of a GPU is kept: by its model, driver and kernels. GPUs of one model share it."""
+    """Where the table of a GPU is kept: by its model, driver and kernels, and its form. GPUs of one model share it."""
     from kernels_cupy.specs import HASH
     from refimpl.cudart import cudart
 
-    name = f"{torch.cuda.get_device_name(device)} driver {cudart().driver} kernels {HASH}".replace("/", " ")
+    name = f"{torch.cuda.get_device_name(device)} driver {cudart().driver} kernels {HASH} {FORM}".replace("/", " ")
     return CACHE / f"{name}.json"
 
 

@@ -92,8 +92,8 @@ class Reused(HostMemory):
 def measure(device: str = "cuda") -> dict[str, Any]:
     """The table: {"backends": {backend: {direction: {"device": times, "host": times}}}}.
 
-    Times are {"call_s": …, "piece_s": [[bytes of a piece, seconds that it adds], …]}. Taken on a stream of our own: the
-    batched copy refuses the default one.
+    Times are {"call_s": of a transfer of one page, the shortest, "piece_s": [[bytes of a piece, what it adds], …]}, in
+    seconds. Taken on a stream of our own: the batched copy refuses the default one.
     """
     device = settled(device)
     port = runtime(device)
@@ -108,15 +108,13 @@ def _measure(device: str) -> dict[str, Any]:
     backends: dict[str, Any] = {}
     try:
         for name, probe in PROBES.items():
-            rates: dict[str, Any] = {
-                way: {who: {"call_s": float("inf"), "piece_s": []} for who in WHO} for way in DIRECTIONS
-            }
+            found: dict[str, Any] = {way: {who: {"piece_s": []} for who in WHO} for way in DIRECTIONS}
             for piece in probe.sizes:
                 for direction, who, of_call, of_piece in _times(name, probe, piece, device, memory):
-                    times = rates[direction][who]
-                    times["call_s"] = min(times["call_s"], of_call)
+                    times = found[direction][who]
+                    times.setdefault("call_s", of_call)
                     times["piece_s"].append([piece, float(f"{of_piece:.5g}")])
-            backends[name] = rates
+            backends[name] = found
     finally:
         memory.close()
     model = torch.cuda.get_device_name(device) if on_gpu else platform_of(device)
@@ -137,16 +135,17 @@ def _times(
         for direction in DIRECTIONS:
             all_pages = host.prepare(pool, there, here, direction)
             one_page = host.prepare(pool, there[:1], here[:1], direction)
-            for who, one, many in zip(WHO, _one_more(port, one_page), _one_more(port, all_pages), strict=True):
-                yield direction, who, one, max(many - one, 0.0) / max(pages - 1, 1)
+            one, many = _one_more(port, one_page), _one_more(port, all_pages)
+            for who in WHO:
+                yield direction, who, one[who], max(many[who] - one[who], 0.0) / max(pages - 1, 1)
 
 
-def _one_more(port: Runtime, transfer: Transfer) -> tuple[float, float]:
-    """Seconds of the device and of the host for one transfer more of several in a row."""
+def _one_more(port: Runtime, transfer: Transfer) -> dict[str, float]:
+    """Seconds of "device" and "host" for one transfer more of several in a row."""
     submits = [_submitted(transfer) for _ in range(SUBMITS)]
     hold = 1.5 * IN_A_ROW * max(submits) + SLACK_S
     more = [_held(port, transfer, IN_A_ROW, hold) - _held(port, transfer, 1, hold) for _ in range(SAMPLES)]
-    return statistics.median(more) / (IN_A_ROW - 1), min(submits)
+    return {"device": max(statistics.median(more), 0.0) / (IN_A_ROW - 1), "host": min(submits)}
 
 
 def _submitted(transfer: Transfer) -> float:

@@ -6,6 +6,8 @@ torch's default: then a stream beside it takes over, from the caller's last work
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 
@@ -36,7 +38,7 @@ class CopyEngine:
     def read(self, indices: torch.Tensor) -> torch.Tensor:
         return read(self._runtime, indices)
 
-    def place(self, plan: Plan, layers: tuple[int | None, ...], items: Items, direction: str) -> None:
+    def place(self, plan: Callable[[], Plan], layers: tuple[int | None, ...], items: Items, direction: str) -> None:
         """The copy engine needs no lists."""
 
     def execute(self, plan: Plan, layers: tuple[int | None, ...], items: Items, direction: str) -> Receipt:

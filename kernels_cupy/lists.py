@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -14,26 +13,22 @@ from refimpl.indices import Items, Pages, Unchecked
 from refimpl.runtime import Completion, Event, Runtime, Stream
 
 INDICES_OF_A_BLOCK = 8192
+SIDES = ("host", "device")
+UPLOADS = "uploads"
 
 
 @dataclass(eq=False)
 class Placed:
     """Index lists of a transfer in device memory, as addresses of page numbers.
 
-    fault    int32 that the device sets to 1 when a list that it checks is wrong; None: all were checked on the host
-    uploads  index tensors that were sent there, until a receipt has told so
+    fault  int32 that the device sets to 1 when a list that it checks is wrong; None: all were checked on the host
     """
 
     host: int
     device: int
     fault: torch.Tensor | None
-    uploads: int
     unchecked: list[Unchecked]
     kept: list[torch.Tensor] = field(default_factory=list)
-
-    def tell_uploads(self) -> int:
-        told, self.uploads = self.uploads, 0
-        return told
 
     @property
     def fault_address(self) -> int:
@@ -48,12 +43,20 @@ class Placed:
 
 
 def place(runtime: Runtime, stream: Stream, items: Items, sides: tuple[str, ...]) -> Placed:
-    """Bring the lists of some sides to the device, once for all runs of a transfer on the caller's stream."""
-    key: Hashable = sides, runtime.identity(stream)
-    placed = items.placed.get(key)
+    """Bring the lists of some sides to the device, once for all runs of a transfer on the caller's stream.
+
+    Where both are there already, they serve whoever needs one.
+    """
+    on = runtime.identity(stream)
+    placed = items.placed.get((SIDES, on)) or items.placed.get((sides, on))
     if placed is None:
-        placed = items.placed[key] = _place(runtime, items, sides)
+        placed = items.placed[sides, on] = _place(runtime, items, sides)
     return placed
+
+
+def tell_uploads(items: Items) -> int:
+    """Index tensors that were sent to the device since a receipt told so, for whatever backend and stream."""
+    return items.placed.pop(UPLOADS, 0)
 
 
 def read(runtime: Runtime, indices: torch.Tensor) -> torch.Tensor:
@@ -68,7 +71,8 @@ def read(runtime: Runtime, indices: torch.Tensor) -> torch.Tensor:
 def _place(runtime: Runtime, items: Items, sides: tuple[str, ...]) -> Placed:
     lists: dict[str, Pages] = {side: getattr(items, side) for side in sides}
     here = {side: pages for side, pages in lists.items() if isinstance(pages, np.ndarray)}
-    placed = Placed(0, 0, None, len(here), items.unchecked)
+    placed = Placed(0, 0, None, items.unchecked)
+    items.placed[UPLOADS] = items.placed.get(UPLOADS, 0) + len(here)
     if here:
         placed.kept.append(runtime.upload(np.concatenate([*here.values()])))
         first = placed.kept[0].data_ptr()

@@ -6,19 +6,19 @@ work of a transfer is one launch (one for every shape of run), on the caller's s
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from kernels_cupy.jobs import Job, jobs, mapped, needs_table, require_reach, runs_and_bytes, table_of
 from kernels_cupy.launches import Launch, Shape, launches, shape_for
-from kernels_cupy.lists import completion, place, read
+from kernels_cupy.lists import SIDES, completion, place, read, tell_uploads
 from kernels_cupy.runtimes import runtime
 from refimpl.backends.protocol import Setup
 from refimpl.indices import Items
 from refimpl.plan import Plan
 from refimpl.receipt import Receipt
 from refimpl.runtime import Pending, Stream
-
-SIDES = ("host", "device")
 
 # Runs of so many bytes and more -> blocks that fill the bus.
 BLOCKS = ((2048, 4), (512, 8), (0, 16))
@@ -39,7 +39,7 @@ class SmCopy:
     def read(self, indices: torch.Tensor) -> torch.Tensor:
         return read(self._runtime, indices)
 
-    def place(self, plan: Plan, layers: tuple[int | None, ...], items: Items, direction: str) -> None:
+    def place(self, plan: Callable[[], Plan], layers: tuple[int | None, ...], items: Items, direction: str) -> None:
         place(self._runtime, self._runtime.current(), items, SIDES)
 
     def execute(self, plan: Plan, layers: tuple[int | None, ...], items: Items, direction: str) -> Receipt:
@@ -55,7 +55,7 @@ class SmCopy:
             moved = end.event
         done = completion(self._runtime, stream, placed, moved)
         runs, nbytes = runs_and_bytes(plan, layers, count)
-        return Receipt("kernel", nbytes, runs, len(prepared), placed.tell_uploads(), event=done)
+        return Receipt("kernel", nbytes, runs, len(prepared), tell_uploads(items), event=done)
 
     def close(self) -> None:
         self._pending.wait()

@@ -33,7 +33,7 @@ from kernels_cupy.jobs import (
     table_of,
 )
 from kernels_cupy.launches import Launch, launches, shape_for
-from kernels_cupy.lists import Placed, completion, place, read
+from kernels_cupy.lists import SIDES, Placed, completion, place, read, tell_uploads
 from kernels_cupy.pieces import Piece, parts, pieces, strides_of
 from kernels_cupy.runtimes import runtime
 from refimpl.backends.protocol import Setup
@@ -88,7 +88,7 @@ class Staged:
     def read(self, indices: torch.Tensor) -> torch.Tensor:
         return read(self._runtime, indices)
 
-    def place(self, plan: Plan, layers: Layers, items: Items, direction: str) -> None:
+    def place(self, plan: Callable[[], Plan], layers: Layers, items: Items, direction: str) -> None:
         self._lists(self._runtime.current(), items, direction)
 
     def execute(self, plan: Plan, layers: Layers, items: Items, direction: str) -> Receipt:
@@ -178,7 +178,7 @@ class Staged:
         _, nbytes = runs_and_bytes(plan, layers, len(items))
         descriptors = sum(len(chunk.nbytes) for chunk in chunks)
         done = completion(self._runtime, caller, lists, moved)
-        return Receipt("staged", nbytes, descriptors, kernels, lists.tell_uploads(), event=done)
+        return Receipt("staged", nbytes, descriptors, kernels, tell_uploads(items), event=done)
 
     def _free_after(self, caller: Stream, copies: Stream) -> None:
         """Halves are free, and the caller goes on, after what was submitted. If even that fails, the host waits."""
@@ -193,7 +193,7 @@ class Staged:
     def _lists(self, stream: Stream, items: Items, direction: str) -> Placed:
         """The device's in device memory; the host's too where a backup may have to be rescued."""
         rescue = direction == "backup" and items.unchecked
-        return place(self._runtime, stream, items, ("host", "device") if rescue else ("device",))
+        return place(self._runtime, stream, items, SIDES if rescue else ("device",))
 
     # ---- chunks
 

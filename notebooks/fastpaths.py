@@ -15,7 +15,7 @@ from matplotlib.patches import Rectangle
 
 from kernels_cupy import auto, sm_copy
 from refimpl.support import DIRECTIONS
-from verify.bench.gpu import targets
+from verify.bench.gpu import cases, targets
 from verify.bench.gpu.recommend import Content
 
 MANY = 1000  # with so many descriptors, what a call costs besides does not show
@@ -271,6 +271,8 @@ def draw_capacity(lines: dict[str, dict[str, list[tuple[float, float]]]]) -> Fig
 
 # ---- layer by layer
 
+LAYERS = {case.name: len(case.spec.owned_layers) for case in cases.SGLANG_CASES}
+
 
 @dataclass(frozen=True)
 class ByLayer:
@@ -292,7 +294,7 @@ def by_layer(rows: Sequence[Content]) -> list[ByLayer]:
     """Of `kernel` and `direct`, where everything was submitted before the device began."""
     found: dict[tuple[str, str], ByLayer] = {}
     for row in rows:
-        layers = max((cell["kernels"] for cell in targets.by_layer(row)), default=0)
+        layers = LAYERS[row["case"]]
         at_once = {cell["backend"]: cell for cell in targets.measured(row) if cell["held"]}
         for cell in targets.by_layer(row):
             backend = cell["backend"]

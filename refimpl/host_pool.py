@@ -15,7 +15,7 @@ from refimpl.backends import registry
 from refimpl.backends.protocol import Setup
 from refimpl.device_pool import DevicePool, byte_range
 from refimpl.devices import others_of_its_platform, platform_of, settled
-from refimpl.geometry import NO_LAYER, PoolSpec, is_int, require_spec
+from refimpl.geometry import PoolSpec, is_int, require_spec
 from refimpl.host_buffers import HostBuffers
 from refimpl.indices import Indices, check_pair
 from refimpl.pinned import CudaRegistrar, HostMemory
@@ -246,10 +246,10 @@ class HostPool(HostBuffers):
         )
         path, owned = self.paths[direction].name, self.spec.owned_layers
         plan = partial(self._plan, device, single_entries)
-        layers, planned = owned or NO_LAYER, plan()
-        if len(items) and not planned.layers.isdisjoint(layers):
-            self._mover.place(planned, layers, items, direction)
-        return Transfer(self, self._mover, path, plan, items, direction, owned)
+        transfer = Transfer(self, self._mover, path, plan, items, direction, owned)
+        if len(items) and self.spec.components:
+            transfer.place()
+        return transfer
 
     def backup_from_device_all_layer(
         self, device_pool: DevicePool, host_indices: Indices, device_indices: Indices, io_backend: str

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from operator import index
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from refimpl.backends.protocol import Backend
 from refimpl.geometry import NO_LAYER
@@ -15,6 +15,9 @@ from refimpl.receipt import Receipt
 
 if TYPE_CHECKING:
     from refimpl.host_pool import HostPool
+
+
+Result = TypeVar("Result")
 
 
 class Transfer:
@@ -41,16 +44,24 @@ class Transfer:
         self._side_states_due = direction == "load"
         self._host_syncs = items.host_syncs  # those of the check, told by the first receipt
 
+    def place(self) -> None:
+        """Bring lists to the device, as far as the backend wants them there."""
+        self._used(lambda: self.backend.place(self.plan, self.layers, self.items, self.direction))
+
     def run(self, layers: Iterable[int] | None = None, side_states: bool | None = None) -> Receipt:
         """Move the given model layers (None: all), each once. Layers that the pool does not own are skipped.
 
         side_states  whether a load restores them now; None: if it has not yet
         """
         chosen = None if layers is None else _distinct(layers)
+        return self._used(lambda: self._run(self.plan(), chosen, side_states))
+
+    def _used(self, call: Callable[[], Result]) -> Result:
+        """Call what uses the pool: it is not closed meanwhile."""
         use, users = (threading.get_ident(), self._pool, object()), self._pool.users
-        try:  # no call comes between the two, or behind the run: an interrupt may come behind any
+        try:  # no call comes between the two, or behind the last one: an interrupt may come behind any
             users.append(use)
-            return self._run(self.plan(), chosen, side_states)
+            return call()
         finally:
             if use in users:
                 users.remove(use)

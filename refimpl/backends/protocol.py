@@ -49,8 +49,8 @@ class Backend(Protocol):
         """A list that is not, on the host, as the caller's stream has left it: the host waits for that."""
         ...
 
-    def place(self, plan: Plan, layers: tuple[int | None, ...], items: Items, direction: str) -> None:
-        """Bring what a transfer of all its layers needs of its lists to the device, when it is prepared."""
+    def place(self, plan: Callable[[], Plan], layers: tuple[int | None, ...], items: Items, direction: str) -> None:
+        """When a transfer is prepared: bring what it needs of its lists to the device, whichever layers move first."""
         ...
 
     def execute(self, plan: Plan, layers: tuple[int | None, ...], items: Items, direction: str) -> Receipt:
@@ -74,7 +74,7 @@ class OnTheHost:
     def read(self, indices: torch.Tensor) -> torch.Tensor:
         return indices.cpu()
 
-    def place(self, plan: Plan, layers: tuple[int | None, ...], items: Items, direction: str) -> None:
+    def place(self, plan: Callable[[], Plan], layers: tuple[int | None, ...], items: Items, direction: str) -> None:
         pass
 
     def close(self) -> None:

@@ -10,6 +10,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -20,7 +21,7 @@ import pytest
 import torch
 
 from kernels_cupy.runtimes import emulated
-from refimpl import DevicePool, HostPool, presets, slots_of
+from refimpl import Component, DevicePool, HostPool, PoolSpec, presets, slots_of
 from refimpl.allocator import Budget
 from refimpl.emulated import QueueRuntime
 from refimpl.pinned import Block, HostMemory
@@ -642,27 +643,40 @@ def test_a_rank_that_is_forgotten_leaves_nothing_in_the_memory_it_shared(backend
 # ---- lists that the caller changes
 
 
-def latent(backend: str) -> tuple[HostPool, DevicePool]:
-    """Pools of one layer and pages of one token, whose slots are their pages."""
-    spec = presets.mla(1, 16, torch.uint8, page_size=1)
+ROW = Component("latent", torch.uint8, dim=16)
+EMPTY = Component("nothing", torch.uint8, dim=0)
+
+# Of one layer and pages of one token, whose slots are their pages.
+LATENTS = {
+    "a layer": PoolSpec("kv", 1, 1, (ROW,)),
+    "a side state": PoolSpec("kv", 0, 1, (replace(ROW, side=True),)),
+    "a side state, layers without bytes": PoolSpec("kv", 1, 1, (EMPTY, replace(ROW, side=True))),
+}
+
+
+def latent(backend: str, spec: PoolSpec = LATENTS["a layer"]) -> tuple[HostPool, DevicePool]:
     device = DevicePool(spec, PAGES, "emulated")
     fill.fill_device(device, 0)
     return HostPool(spec, "page_first", PAGES, backend, platform="emulated"), device
 
 
+@pytest.mark.parametrize("spec", LATENTS.values(), ids=LATENTS)
 @pytest.mark.parametrize("backend", ["kernel", "staged", "auto"])
 @every_direction
-def test_a_list_on_the_device_is_read_when_the_transfer_is_prepared(backend: str, direction: str) -> None:
+def test_a_list_on_the_device_is_read_when_the_transfer_is_prepared(
+    backend: str, direction: str, spec: PoolSpec
+) -> None:
     """What the caller writes into it next, in order of the stream, is of no matter."""
     for seed in range(5):
         emulated().reseed(seed)
-        host, device = latent(backend)
+        host, device = latent(backend, spec)
         fill.fill_host(host, 1)
         indices = on_the_device(torch.tensor([1, 2]))
         transfer = host.prepare(device, torch.tensor([10, 11]), indices, direction)
         emulated().submit(lambda indices=indices: indices.copy_(torch.tensor([5, 6])))
         transfer.run().wait()
-        saved, loaded = fill.host_image(host, "latent", 0), fill.device_image(device, "latent", 0)
+        layer = None if host.spec.component("latent").side else 0
+        saved, loaded = fill.host_image(host, "latent", layer), fill.device_image(device, "latent", layer)
         assert (saved[[10, 11]] == loaded[[1, 2]]).all()
         assert (saved[[10, 11]] != loaded[[5, 6]]).any()
 

@@ -585,3 +585,13 @@ def test_lists_are_sent_once_and_only_if_they_are_needed(backend: str, direction
         runs = [transfer.run() for _ in range(2)]
         assert [receipt.index_uploads for receipt in runs] == [uploads, 0]
         runs[-1].wait()
+
+
+@pytest.mark.parametrize(("backend", "uploads"), [("kernel", 4), ("staged", 2)])
+def test_the_first_receipt_tells_what_was_sent_for_any_stream(backend: str, uploads: int) -> None:
+    pools = Pools(backend)
+    transfer = pools.host.prepare(pools.device, slots_of([4, 2], 8), slots_of([1, 3], 8), "load")
+    with emulated().on("another"):
+        receipt = transfer.run()
+    receipt.wait()
+    assert receipt.index_uploads == uploads

@@ -107,7 +107,8 @@ def measured(row: Content) -> list[Content]:
 
 def by_layer(row: Content) -> list[Content]:
     """Cells of our backends that move a layer at a time."""
-    return [cell for cell in row["cells"] if cell["layerwise"] and cell["status"] == "measured"]
+    cells = [cell for cell in row["cells"] if cell["layerwise"] and cell["status"] == "measured"]
+    return [cell for cell in cells if cell["backend"] in BACKENDS]
 
 
 def shortest_run(row: Content) -> int:
