@@ -34,13 +34,20 @@ class DevicePool:
         if missing := absent(platform):
             raise ValueError(f"pool {spec.name!r}: {missing}; device='cpu' is always here")
         where = torch.device(memory_of(platform))
-        tensors = {
-            c.name: [
-                torch.zeros(_rows(spec, c, num_pages), *row_shape(c), dtype=c.dtype, device=where)
-                for _ in spec.layers_of(c)
-            ]
-            for c in spec.components
-        }
+        try:
+            tensors = {
+                c.name: [
+                    torch.zeros(_rows(spec, c, num_pages), *row_shape(c), dtype=c.dtype, device=where)
+                    for _ in spec.layers_of(c)
+                ]
+                for c in spec.components
+            }
+        except (RuntimeError, TypeError) as failure:  # what torch raises for no room, and for sizes past int64
+            taken, why = f"{num_pages * spec.page_bytes:,} bytes", str(failure).partition("\n")[0]
+            raise MemoryError(
+                f"pool {spec.name!r}: {num_pages:,} pages take {taken}, which are not to be had on {platform} ({why}); "
+                "take fewer pages"
+            ) from failure
         self._adopt(spec, tensors, num_pages, where, platform)
 
     @classmethod

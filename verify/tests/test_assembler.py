@@ -527,12 +527,12 @@ def test_a_failure_half_way_closes_what_was_built(kind: str, monkeypatch: pytest
 
 
 def test_device_memory_that_cannot_be_had_closes_the_host_pools(monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*args: object) -> None:
+    def full(*args: object, **more: object) -> None:
         raise torch.OutOfMemoryError("no more device memory")
 
-    monkeypatch.setattr(DevicePool, "__init__", full)
+    monkeypatch.setattr(torch, "zeros", full)
     budget = Budget(10**6)
-    with pytest.raises(torch.OutOfMemoryError):
+    with pytest.raises(MemoryError, match="no more device memory"):
         build_stack(STACKS["v4"](P), device_pages=2, host_ratio=1, budget=budget)
     assert budget.available == 10**6
 

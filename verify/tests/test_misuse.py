@@ -907,6 +907,8 @@ def test_memory_that_the_system_does_not_have_is_told_in_bytes(nbytes: int) -> N
     with pytest.raises(MemoryError, match=f"{nbytes:,} bytes of host memory are not to be had .*; take fewer pages"):
         HostPool(spec, "page_first", nbytes, budget=budget)
     assert budget.available == budget.total
+    with pytest.raises(MemoryError, match=f"take {nbytes:,} bytes, which are not to be had on cpu .*; take fewer"):
+        DevicePool(spec, nbytes)
 
 
 def moved_layers(direction: str, runs: Sequence[Sequence[int] | None]) -> list[tuple[int | None, ...]]:
