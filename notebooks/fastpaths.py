@@ -14,6 +14,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Rectangle
 
 from kernels_cupy import auto, sm_copy
+from kernels_cupy.launches import LINE
 from refimpl.support import DIRECTIONS
 from verify.bench.gpu import cases, targets
 from verify.bench.gpu.recommend import Content
@@ -55,7 +56,7 @@ def machines(bench: Content) -> list[str]:
 
 
 def show_sessions(bench: Content) -> None:
-    """A row for each session: what it measured, at which commit, and its ceilings in GB/s."""
+    """A row for each session: what it measured, at which commit, its ceilings in GB/s, µs of a launch."""
     sizes = {(c["direction"], c["payload_bytes"]): None for session in bench["sessions"] for c in session["ceilings"]}
     rows = []
     for number, session in enumerate(bench["sessions"]):
@@ -63,8 +64,16 @@ def show_sessions(bench: Content) -> None:
         limits = {(c["direction"], c["payload_bytes"]): f"{c['gb_per_s']:.1f}" for c in session["ceilings"]}
         origin = session["provenance"]
         commit = str(origin["commit"])[:7] + (" and changes" if origin["dirty"] else "")
-        rows.append(["\n".join(sorted(set(mine))), len(mine), commit, *(limits.get(size, "-") for size in sizes)])
-    book.table(["portions", "rows", "commit", *(f"{way},\n{book.size(nbytes)}" for way, nbytes in sizes)], rows)
+        launch = next((f"{s * 1e6:.0f}" for name, s in single_calls(session).items() if name == "launch"), "-")
+        figures = [*(limits.get(size, "-") for size in sizes), launch]
+        rows.append(["\n".join(sorted(set(mine))), len(mine), commit, *figures])
+    heads = [*(f"{way},\n{book.size(nbytes)}" for way, nbytes in sizes), "a launch,\nµs"]
+    book.table(["portions", "rows", "commit", *heads], rows)
+
+
+def single_calls(session: Content) -> dict[str, float]:
+    """Name -> seconds of the host for a call of the device that does next to nothing, where that was measured."""
+    return {call["name"]: call["submit"]["median_s"] for call in session.get("calls", []) if call["count"] == 1}
 
 
 def highest_ceilings(bench: Content) -> dict[str, dict[int, float]]:
@@ -213,6 +222,20 @@ def by_blocks(rows: Sequence[Content]) -> dict[str, dict[str, dict[int, list[flo
             if cell["status"] == "measured" and cell["blocks"]:
                 of_class.setdefault(cell["blocks"], []).append(round(cell["percent_of_ceiling"], 1))
     return {direction: found[direction] for direction in DIRECTIONS if direction in found}
+
+
+def at_best(rows: Sequence[Content], direction: str) -> dict[bool, list[float]]:
+    """Whether all runs of a row are whole lines of 128 B -> percents of the ceiling by whatever blocks are best."""
+    found: dict[bool, list[float]] = {True: [], False: []}
+    for row in rows:
+        if row["direction"] == direction:
+            best = max(cell["percent_of_ceiling"] for cell in row["cells"] if cell["status"] == "measured")
+            found[whole_lines(row)].append(round(best, 1))
+    return found
+
+
+def whole_lines(row: Content) -> bool:
+    return all(run["bytes"] % LINE == 0 for run in row["runs"])
 
 
 def draw_blocks(found: Mapping[str, Mapping[str, Mapping[int, Sequence[float]]]]) -> Figure:

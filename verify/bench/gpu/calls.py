@@ -1,8 +1,8 @@
 """What calls of the runtime take of the host: a backend that makes them cannot take less.
 
-Those of a transfer, and single ones, timed as transfers are, behind a held stream. A batched copy costs so much to
-begin and so much for each descriptor, nearly all of it inside the driver. The verdicts of `targets` take that away from
-what backends need to submit.
+Those of a transfer, which the verdicts of `targets` take away from what backends need to submit; and single ones, timed
+as transfers are, behind a held stream. They tell hosts apart, and the times of day of one host: a batched copy costs so
+much to begin and so much for each descriptor, nearly all of it inside the driver.
 """
 
 from __future__ import annotations
@@ -78,22 +78,6 @@ def spent(platform: str) -> Iterator[list[float]]:
 def memory_needed(counts: Sequence[int] = COUNTS) -> int:
     """Bytes of host memory that `measure` takes."""
     return APART * max(counts) * RUN
-
-
-def batch_s(calls: Sequence[dict[str, Any]], descriptors: int) -> float:
-    """Seconds of batched copies with so many descriptors (one at least), in full batches of the largest and a rest.
-
-    Between two measured batches they lie on a straight line.
-    """
-    known = sorted((call["count"], call["submit"]["median_s"]) for call in calls if call["name"] == "batch")
-    counts, seconds = zip(*known, strict=True)
-    full, rest = divmod(descriptors, counts[-1])
-    return full * seconds[-1] + (float(np.interp(rest, counts, seconds)) if rest else 0.0)
-
-
-def call_s(calls: Sequence[dict[str, Any]], name: str) -> float:
-    """Seconds of a call of that name."""
-    return next(call["submit"]["median_s"] for call in calls if call["name"] == name)
 
 
 def _timed(clock: Clock, name: str, count: int, run: Run) -> Call:

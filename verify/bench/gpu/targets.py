@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from kernels_cupy.staged import HALF_BYTES
-from verify.bench.gpu import calls
 from verify.bench.gpu.cases import KIB, MIB, Mover
 from verify.bench.gpu.recommend import lasting
 
@@ -78,7 +76,7 @@ def checks(content: Content, sglang: Content) -> Iterator[Check]:
             yield from _rates(row)
         if row["portion"] in (*FULL, "descriptors"):
             yield from _submits(row)
-            yield from _submits_beside_calls(row, content["sessions"][row["session"]].get("calls", []))
+            yield from _submits_beside_calls(row)
         if row["portion"] == "sglang":
             yield from _against(row, sglang["figures"], "against SGLang's choice")
             yield from _against(row, sglang.get("here", ()), "against SGLang's choice, measured here")
@@ -197,27 +195,13 @@ def _submits(row: Content) -> Iterator[Check]:
             yield Check(f"submit of {cell['mover']}", subject, cell["submit"]["median_s"], bound, False, unit=" s")
 
 
-def _submits_beside_calls(row: Content, single: list[Content]) -> Iterator[Check]:
-    """The same without what calls of the device take, where they were measured and the queue had room for all."""
+def _submits_beside_calls(row: Content) -> Iterator[Check]:
+    """The same without what calls of the device take, where that was measured and the queue had room for all."""
     bounds = {"kernel": 60e-6, "direct": 100e-6, "staged": 2e-3 * row["payload_bytes"] / GIB}
     for cell in measured(row):
-        bound, own = bounds.get(cell["mover"]), cell.get("own_s") or _own_s(row, cell, single)
+        bound, own = bounds.get(cell["mover"]), cell.get("own_s")
         if bound and own and cell["held"]:
             yield Check(f"submit of {cell['mover']}, the calls taken away", name(row), own, bound, False, unit=" s")
-
-
-def _own_s(row: Content, cell: Content, single: list[Content]) -> float | None:
-    """At most so much, by what single calls took in sessions that did not measure those of transfers.
-
-    `staged` makes a batch for each chunk, and two streams wait for each other: there are as few chunks as halves allow.
-    """
-    if not single or cell["mover"] == "kernel":
-        return None
-    chunks = -(-row["payload_bytes"] // HALF_BYTES) if cell["mover"] == "staged" else 0
-    batches = max(chunks, 1)
-    found = batches * calls.batch_s(single, max(cell["descriptors"] // batches, 1))
-    found += cell["kernels"] * calls.call_s(single, "launch") + 2 * chunks * calls.call_s(single, "event")
-    return cell["submit"]["median_s"] - found
 
 
 def _slowdowns(row: Content) -> Iterator[Check]:
