@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -115,10 +115,14 @@ class Auto:
         return sorted(found, key=lambda candidate: candidate.seconds)
 
     def execute(self, plan: Plan, layers: tuple[int | None, ...], items: Items, direction: str) -> Receipt:
-        chosen = self.chosen(plan, layers, items, direction)
-        receipt = self._backends[chosen].execute(plan, layers, items, direction)
-        uploads = receipt.index_uploads + tell_uploads(items)  # by `direct`, what was sent for others
-        return replace(receipt, path=f"auto: {receipt.path}", index_uploads=uploads)
+        key = "auto", layers  # kept with the lists too: the host's time is short
+        chosen = items.placed.get(key)
+        if chosen is None:
+            chosen = items.placed[key] = self.chosen(plan, layers, items, direction)
+        made = self._backends[chosen].execute(plan, layers, items, direction)
+        uploads = made.index_uploads + tell_uploads(items)  # by `direct`, what was sent for others
+        path, counts = f"auto: {made.path}", (made.bytes, made.descriptors, made.kernels, uploads, made.host_syncs)
+        return Receipt(path, *counts, made.event)
 
     def chosen(self, plan: Plan, layers: tuple[int | None, ...], items: Items, direction: str) -> str:
         """Made once for transfers that are about as large and as scattered: it takes longer than submitting them."""

@@ -45,7 +45,7 @@ class Items:
     """Index lists of one transfer: `host[i]` and `device[i]` name the same page (or entry).
 
     host_syncs  index tensors that had to be read back from a device before they could be checked
-    placed      what a backend keeps of them in device memory between the runs of a transfer
+    placed      what a backend keeps of them between the runs of a transfer, in device memory for the most part
     """
 
     host: Pages
