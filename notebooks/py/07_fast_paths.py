@@ -439,8 +439,8 @@ print()
 lost = [seconds for one in loads if one.backend == "kernel" for seconds in one.lost_s]
 book.say(
     f"A load of a single page of {calibrate.PROBES['kernel'].sizes[0]} B by `kernel` behind another one takes the "
-    f"device {one_page * 1e6:.1f} µs (`kernels_cupy/h200.json`): a launch, and the way over the bus and back. That is "
-    f"{one_page / max(lost):.0%} to {one_page / min(lost):.0%} of what a layer loses by `kernel`."
+    f"device {one_page * 1e6:.1f} µs (`kernels_cupy/h200.json`): a launch, and the way over the bus and back. "
+    f"That is {one_page / max(lost):.0%} to {one_page / min(lost):.0%} of what a layer loses by `kernel`."
 )
 
 # %% [markdown]
@@ -514,7 +514,8 @@ for line in sorted(verdicts):
 met = sum(line.startswith("met") for line in verdicts)
 print(f"\n{met} of {len(verdicts)} targets are met in every row")
 
-rated = [check for check in targets.checks(as_written, results.sglang(committed)) if check.target.startswith("rate of")]
+checks = list(targets.checks(as_written, results.sglang(committed)))
+rated = [check for check in checks if check.target.startswith("rate of")]
 uneven = {targets.name(row) for row in as_written["rows"] if not fastpaths.whole_lines(row)}
 slow = [check for check in rated if not check.met]
 launched = [
@@ -523,25 +524,25 @@ launched = [
     for cell in targets.measured(row)
     if cell["mover"] == "kernel" and cell["kernels"] == 1
 ]
-calls = [single["launch"] for single in map(fastpaths.single_calls, bench["sessions"]) if single]
-whole, own = ([1e6 * take(cell) for cell in launched] for take in (lambda c: c["submit"]["median_s"], lambda c: c["own_s"]))
-behind = [c for c in targets.checks(as_written, results.sglang(committed)) if "SGLang" in c.target and "by layer" in c.target]
+idle = [single["launch"] for single in map(fastpaths.single_calls, bench["sessions"]) if single]
+whole, own = [1e6 * c["submit"]["median_s"] for c in launched], [1e6 * c["own_s"] for c in launched]
+behind = [check for check in checks if "SGLang" in check.target and "by layer" in check.target]
 
 # %% [markdown]
 # Where they are missed, this is why, as far as the file tells:
 
 # %%
 book.say(
-    f"- **rates**: {len(slow)} of {len(rated)} figures are too low, all of them in pools whose runs are not whole lines "
-    f"of 128 B ([above](#How-many-blocks)); they lack {spread([-100 * c.margin for c in slow], '{:.1f}')} points",
-    f"- **submits**: a launch that does nothing takes the host {spread([1e6 * c for c in calls], '{:.0f}')} µs, by "
-    f"session, so hosts differ, or what else they are busy with. A prepared `kernel` with one launch is the same work in "
-    f"every row; it takes {spread(whole)} µs (median {statistics.median(whole):.0f}), of which {spread(own)} µs "
+    f"- **rates**: {len(slow)} of {len(rated)} figures are too low, all of them in pools whose runs are not whole "
+    f"lines of 128 B ([above](#How-many-blocks)); they lack {spread([-100 * c.margin for c in slow], '{:.1f}')} points",
+    f"- **submits**: a launch that does nothing takes the host {spread([1e6 * s for s in idle], '{:.0f}')} µs, by "
+    "session, so hosts differ, or what else they are busy with. A prepared `kernel` with one launch is the same work "
+    f"in every row; it takes {spread(whole)} µs (median {statistics.median(whole):.0f}), of which {spread(own)} µs "
     f"(median {statistics.median(own):.0f}) are ours. Of `direct` and `staged` the driver takes most "
     "([above](#The-engine-is-fast,-describing-is-slow))",
-    f"- **against SGLang, by layer**: {sum(not c.met for c in behind)} of {len(behind)} are behind, by "
-    f"{spread([-100 * c.margin for c in behind if not c.met], '{:.1f}')} points: every launch leaves the bus idle for a "
-    "while ([above](#Layer-by-layer))",
+    f"- **against SGLang, by layer**: {sum(not c.met for c in behind)} of {len(behind)} figures are behind, by "
+    f"{spread([-100 * c.margin for c in behind if not c.met], '{:.1f}')} points: every launch leaves the bus idle for "
+    "a while ([above](#Layer-by-layer))",
     "- **slowdown of a matmul by kernel**: stores to the host, not the blocks that make them "
     "([above](#What-a-model-notices))",
 )
