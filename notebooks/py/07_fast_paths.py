@@ -530,7 +530,8 @@ whole, own = [1e6 * c["submit"]["median_s"] for c in launched], [1e6 * c["own_s"
 versus_sglang = {how: [c for c in checks if "SGLang" in c.target and how in c.target] for how in ("all", "by layer")}
 behind = {how: [check for check in found if not check.met] for how, found in versus_sglang.items()}
 points = {
-    name: spread([-100 * check.margin for check in found], "{:.1f}") for name, found in ({"slow": slow} | behind).items()
+    name: spread([-100 * check.margin for check in found], "{:.1f}")
+    for name, found in ({"slow": slow} | behind).items()
 }
 counts = {how: f"{len(behind[how])} of {len(versus_sglang[how])} figures are behind" for how in behind}
 
