@@ -459,7 +459,7 @@ for label, ones in judged.items():
     texts = []
     for ratios in ([one.ratio for one in ones], [one.replayed for one in ones]):
         share = sum(ratio >= targets.AUTO_NEAR for ratio in ratios) / len(ratios)
-        texts += [f"{share:.0%}", f"{statistics.median(ratios):.3f}", f"{min(ratios):.3f}"]
+        texts += [f"{share:.1%}", f"{statistics.median(ratios):.3f}", f"{min(ratios):.3f}"]
     rows.append([label, len(ones), *texts])
 heads = [f"as measured:\n{near}", "\nmedian", "\nleast", f"committed table:\n{near}", "\nmedian", "\nleast"]
 book.table(["portion", "rows", *heads], rows)
@@ -549,8 +549,8 @@ book.say(
     "([above](#The-engine-is-fast,-describing-is-slow))",
     f"- **against SGLang, all layers**: {counts['all']}, by {points['all']} points, all of them backups to "
     "`layer_first`, which both make by threads that store to the host",
-    f"- **against SGLang, by layer**: {counts['by layer']}, by {points['by layer']} points: every launch leaves the bus "
-    "idle for a while ([above](#Layer-by-layer))",
+    f"- **against SGLang, by layer**: {counts['by layer']}, by {points['by layer']} points: every launch leaves the "
+    "bus idle for a while ([above](#Layer-by-layer))",
     "- **slowdown of a matmul by kernel**: stores to the host, not the blocks that make them "
     "([above](#What-a-model-notices))",
 )
@@ -584,7 +584,7 @@ for label in ("core, sglang", "sizes"):
     near_share = sum(ratio >= targets.AUTO_NEAR for ratio in ratios) / len(ratios)
     of_auto[label] = (
         f"payloads of {megabytes[0]:.1f} to {megabytes[-1]:.1f} MB ({label}): {near} of the best backend in "
-        f"{near_share:.0%} of {len(ratios)} rows, {min(ratios):.2f} of it at the least"
+        f"{near_share:.1%} of {len(ratios)} rows, {min(ratios):.2f} of it at the least"
     )
 
 advice = {
