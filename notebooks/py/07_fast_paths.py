@@ -313,7 +313,7 @@ print("digest of what is drawn:", book.digest(series))
 # %% [markdown]
 # So the engine takes runs of 2 KiB at nearly the rate of the bus, and the host needs many times as long to write a descriptor as the engine needs to carry it out (compare *ns each* with the line below the table). As long as the queue has room, nobody notices: what was described ahead of time runs at the engine's pace. A transfer with more descriptors than the queue holds, or transfers that go on and on, run at the host's. Often they are slower still, since a call that waits for room in the queue is not free either.
 #
-# **Of what `direct` needs, nearly all is the driver's.** In other transfers of 256 MiB every call that a backend makes of CUDA, CuPy or torch was timed by itself; *ours* is what is left of the same submit, so what Python takes to work out descriptors, launches and events. `kernel` and `staged` make few calls, and Python is about half of them. It is taken away transfer by transfer, since one and the same call of a driver takes twice as long at some times as at others.
+# **Of what `direct` needs, nearly all is the driver's.** In other transfers of 256 MiB every call that a backend makes of CUDA, CuPy or torch was timed by itself; *ours* is what is left of the same submit, so what Python takes to work out descriptors, launches and events. `kernel` and `staged` make few calls, and Python is about half of them. It is taken away transfer by transfer, since one and the same call takes twice as long at some times as at others. So does what is ours: the host, which others use as well, is then half as fast.
 
 # %%
 own_times = fastpaths.own_times(core)
@@ -321,9 +321,9 @@ rows = []
 for way in WAYS:
     submits, ours = ([1e6 * seconds for seconds in side] for side in zip(*own_times[way], strict=True))
     shares = [100 * mine / whole for whole, mine in zip(submits, ours, strict=True)]
-    figures = [statistics.median(submits), statistics.median(ours), max(ours), statistics.median(shares)]
+    figures = [statistics.median(submits), min(ours), statistics.median(ours), max(ours), statistics.median(shares)]
     rows.append([way, len(ours), *(f"{figure:,.0f}" for figure in figures)])
-book.table(["backend", "cells", "submit, µs:\nmedian", "ours, µs:\nmedian", "\nmost", "ours, %:\nmedian"], rows)
+book.table(["backend", "cells", "submit, µs:\nmedian", "ours, µs:\nleast", "\nmedian", "\nmost", "ours, %:\nmedian"], rows)
 
 # %% [markdown]
 # For a server this means three things. The time of `direct` is that of the thread which submits it, and that thread has better things to do. A layout that puts more bytes in a run, or `staged`, which needs a descriptor for each piece of a page, saves host time in proportion. And whoever benchmarks a copy engine with a handful of descriptors learns nothing about a hundred thousand.
