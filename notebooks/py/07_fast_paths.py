@@ -323,7 +323,9 @@ for way in WAYS:
     shares = [100 * mine / whole for whole, mine in zip(submits, ours, strict=True)]
     figures = [statistics.median(submits), min(ours), statistics.median(ours), max(ours), statistics.median(shares)]
     rows.append([way, len(ours), *(f"{figure:,.0f}" for figure in figures)])
-book.table(["backend", "cells", "submit, µs:\nmedian", "ours, µs:\nleast", "\nmedian", "\nmost", "ours, %:\nmedian"], rows)
+book.table(
+    ["backend", "cells", "submit, µs:\nmedian", "ours, µs:\nleast", "\nmedian", "\nmost", "ours, %:\nmedian"], rows
+)
 
 # %% [markdown]
 # For a server this means three things. The time of `direct` is that of the thread which submits it, and that thread has better things to do. A layout that puts more bytes in a run, or `staged`, which needs a descriptor for each piece of a page, saves host time in proportion. And whoever benchmarks a copy engine with a handful of descriptors learns nothing about a hundred thousand.
