@@ -9,7 +9,7 @@ an H200 serves.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -93,8 +93,18 @@ class Auto:
         first, side_states = owned[:1] if direction == "load" else (), NO_LAYER if None in made.layers else ()
         moved = filter(None, (owned, first, side_states))
         chosen = {self.chosen(made, portion, items, direction) for portion in moved}
+        self._place(self._backends if items.unchecked else chosen, plan, layers, items, direction)
+
+    def _place(
+        self,
+        names: Container[str],
+        plan: Callable[[], Plan],
+        layers: tuple[int | None, ...],
+        items: Items,
+        direction: str,
+    ) -> None:
         for name, backend in self._backends.items():  # `kernel` comes first, and what it needs serves `staged`
-            if items.unchecked or name in chosen:
+            if name in names:
                 backend.place(plan, layers, items, direction)
 
     def candidates(self, plan: Plan, layers: tuple[int | None, ...], items: Items, direction: str) -> list[Candidate]:
@@ -119,6 +129,8 @@ class Auto:
         chosen = items.placed.get(key)
         if chosen is None:
             chosen = items.placed[key] = self.chosen(plan, layers, items, direction)
+        if items.unchecked:  # read once on every stream: for the next layers somebody else may be chosen
+            self._place(self._backends, lambda: plan, layers, items, direction)
         made = self._backends[chosen].execute(plan, layers, items, direction)
         uploads = made.index_uploads + tell_uploads(items)  # by `direct`, what was sent for others
         path, counts = f"auto: {made.path}", (made.bytes, made.descriptors, made.kernels, uploads, made.host_syncs)
@@ -211,11 +223,13 @@ def table_path(device: str) -> Path:
 
 
 def explain(transfer: Transfer) -> str:
-    """Candidates for a prepared transfer of all layers, the rates predicted for them, and the choice."""
+    """Candidates for a prepared transfer of all layers (or of side states, if there is no layer), what is predicted for
+    them, and the choice.
+    """
     backend = transfer.backend
     if not isinstance(backend, Auto):
         raise ValueError(f"only backend 'auto' chooses, this transfer goes by {transfer.path!r}")
-    plan, layers = transfer.plan(), transfer.layers
+    plan, layers = transfer.plan(), transfer.layers or NO_LAYER
     _, nbytes = runs_and_bytes(plan, layers, len(transfer.items))
     if not nbytes:
         return "nothing to move"
@@ -223,7 +237,7 @@ def explain(transfer: Transfer) -> str:
     lines = [
         f"{c.backend:7} out: {c.reason}"
         if c.reason
-        else f"{c.backend:7} {nbytes / c.seconds / 1e9:5.1f} GB/s predicted"
+        else f"{c.backend:7} {nbytes / c.seconds / 1e9:5.1f} GB/s predicted, {c.seconds * 1e6:,.1f} µs"
         for c in found
     ]
     return "\n".join([*lines, f"choice: {backend.chosen(plan, layers, transfer.items, transfer.direction)}"])

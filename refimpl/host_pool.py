@@ -205,7 +205,7 @@ class HostPool(HostBuffers):
         """Check everything about a transfer now; `run` then moves bytes, layer by layer if need be.
 
         Index lists on the device are read in order of the stream that is current now, and once more for every other
-        stream on which it is run: let them be until then.
+        stream on which it is run, with the first layers that move there: let them be until then.
 
         direction       "backup" or "load"
         single_entries  indices count the entries inside page rows, not tokens

@@ -19,10 +19,11 @@ from kernels_cupy.jobs import runs_and_bytes
 from kernels_cupy.pieces import pieces
 from kernels_cupy.runtimes import emulated
 from kernels_cupy.specs import HASH
-from refimpl import Budget, Component, DevicePool, HostPool, PoolSpec, cudart, presets, slots_of
+from refimpl import Budget, Component, DevicePool, HostPool, PoolSpec, cudart, oracle, presets, slots_of
 from refimpl.pinned import HostMemory
 from refimpl.runtime import Stuck
 from refimpl.transfer import Transfer
+from verify import fill
 from verify.guarded import on_the_device
 
 pytestmark = pytest.mark.emulated
@@ -97,6 +98,41 @@ def test_one_layer_may_go_another_way_than_all(for_many: str, monkeypatch: pytes
     assert 1e-9 * one_layer.bytes < 1e-6 < 1e-9 * all_layers.bytes, "the host's time for a call decides"
     assert (one_layer.path, all_layers.path) == ("auto: kernel", f"auto: {for_many}")
     assert (one_layer.index_uploads, all_layers.index_uploads) == (2, 0)
+
+
+def test_a_list_on_the_device_is_read_once_on_a_stream_whoever_moves_which_layers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rated_by_size(monkeypatch, "staged")
+    host, device, right = HostPool(SPEC, "page_first", 9, "auto", platform="emulated"), *pair_of_device_pools()
+    fill.fill_host(host, 1)
+    here, there = slots_of([4, 5, 0], 4), slots_of([1, 2, 7], 4)
+    oracle.load(host, right, here, there)
+    indices = on_the_device(there.clone(), complete=True)
+    transfer = host.prepare(device, here, indices, "load")
+    with emulated().on("loads"):
+        two_layers = transfer.run((0, 1))
+        two_layers.wait()
+        indices.copy_(slots_of([3, 6, 8], 4))
+        one_layer = transfer.run((2,))
+        one_layer.wait()
+    assert (two_layers.path, one_layer.path) == ("auto: staged", "auto: kernel")
+    for name in ("k", "v"):
+        for layer in range(3):
+            assert torch.equal(device.buffer(name, layer), right.buffer(name, layer)), (name, layer)
+
+
+def pair_of_device_pools() -> tuple[DevicePool, DevicePool]:
+    return DevicePool(SPEC, 9, "emulated"), DevicePool(SPEC, 9, "emulated")
+
+
+def test_what_is_said_of_side_states_and_of_small_transfers(monkeypatch: pytest.MonkeyPatch) -> None:
+    rated(monkeypatch, "kernel", "load")
+    spec = PoolSpec("state", 0, 1, (Component("state", torch.uint8, dim=16, side=True),))
+    host, device = HostPool(spec, "page_first", 4, "auto", platform="emulated"), DevicePool(spec, 4)
+    told = explain(host.prepare(device, torch.tensor([2]), torch.tensor([1]), "load"))
+    assert told.splitlines()[0] == "kernel    0.0 GB/s predicted, 1.0 µs"
+    assert told.endswith("choice: kernel")
 
 
 def test_a_receipt_by_direct_tells_what_was_sent_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
