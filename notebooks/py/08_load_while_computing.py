@@ -103,7 +103,6 @@ print(f"between quartiles, half of all timed steps vary by no more than {statist
 #
 # One step, loaded in each way. The upper lane shows when layers arrive, the lower one when they are computed; a gap there is the model waiting. The bar before the first layer is not all bus: until the dotted line the host is still submitting the load.
 
-
 # %%
 def lanes(way, kind):
     timeline = way.cell["layerwise" if kind == "by layer" else "all_first"]

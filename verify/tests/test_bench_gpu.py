@@ -296,9 +296,9 @@ def test_verdicts() -> None:
         "met: submit of kernel: 2 of 2",
         "MISSED: against SGLang's choice, all layers: 1 of 2",
         "MISSED: auto against the best backend: 1 of 2",
-        "MISSED: share of rows in which auto is within 3 %: 0 of 1",
+        "MISSED: share of rows with auto within 3 %: 0 of 1",
         "MISSED: auto against the best backend, the device's time alone: 1 of 2",
-        "MISSED: share of rows in which auto is within 3 %, the device's time alone: 0 of 1",
+        "MISSED: share of rows with auto within 3 %, the device's time alone: 0 of 1",
     ]
 
 
@@ -343,14 +343,14 @@ def test_auto_layer_by_layer_is_judged_by_what_others_reach_layer_by_layer() -> 
         for how in ("", ", the device's time alone")
         for verdict, target, figures in (
             ("met", "auto against the best backend", "1 of 1; worst 1 against 0.9"),
-            ("met", "share of rows in which auto is within 3 %", "1 of 1; worst 1 against 0.95"),
+            ("met", "share of rows with auto within 3 %", "1 of 1; worst 1 against 0.95"),
         )
     ] + [
         f"MISSED: {target}, by layer{how}: {figures}"
         for how in ("", ", the device's time alone")
         for target, figures in (
             ("auto against the best backend", "0 of 1; worst 0.8889 against 0.9"),
-            ("share of rows in which auto is within 3 %", "0 of 1; worst 0 against 0.95"),
+            ("share of rows with auto within 3 %", "0 of 1; worst 0 against 0.95"),
         )
     ]
 

@@ -173,7 +173,7 @@ def _auto(rows: list[Content]) -> Iterator[Check]:
         if ratios:
             near = sum(ratio >= AUTO_NEAR for ratio in ratios) / len(ratios)
             subject = f"{len(ratios)} rows"
-            yield Check(f"share of rows in which auto is within 3 %{when}{how}", subject, near, AUTO_SHARE)
+            yield Check(f"share of rows with auto within 3 %{when}{how}", subject, near, AUTO_SHARE)
 
 
 def sustained(row: Content, cell: Content) -> float:
