@@ -25,6 +25,8 @@ class DevicePool:
     device    where the buffers lie, as torch says it; "cuda" is the GPU that is current when the pool is made
     platform  the same by the name that host pools use. "emulated:1" lies in host memory, which torch calls "cpu"; what
               lies on "cpu" without being an emulated device's may be used by any of them
+
+    Raises `ValueError` for a number of pages or a device that cannot be, `MemoryError` where there is no room.
     """
 
     def __init__(self, spec: PoolSpec, num_pages: int, device: str | torch.device = "cpu") -> None:
@@ -42,8 +44,9 @@ class DevicePool:
                 ]
                 for c in spec.components
             }
-        except (RuntimeError, TypeError) as failure:  # what torch raises for no room, and for sizes past int64
-            taken, why = f"{num_pages * spec.page_bytes:,} bytes", str(failure).partition("\n")[0]
+        except (RuntimeError, TypeError) as failure:  # no room, and no number for it
+            taken, first_line = f"{num_pages * spec.page_bytes:,} bytes", str(failure).partition("\n")[0]
+            why = "a size past int64" if isinstance(failure, TypeError) else first_line
             raise MemoryError(
                 f"pool {spec.name!r}: {num_pages:,} pages take {taken}, which are not to be had on {platform} ({why}); "
                 "take fewer pages"

@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterable
 def call_all(calls: Iterable[Callable[[], object]]) -> None:
     """Call them in order, also those behind one that fails. Raises what the last failing one raised.
 
-    The failures before it are its context, behind its own. An interrupt (no `Exception`) ends it there, for what comes
-    next may rely on what was interrupted: whoever is interrupted calls again.
+    The failures before it are its context, behind its own; one that is raised twice forgets those in between. An
+    interrupt (no `Exception`) ends it there, for what comes next may rely on what was interrupted: whoever is
+    interrupted calls again.
     """
     failure: Exception | None = None
     for call in tuple(calls):

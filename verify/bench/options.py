@@ -27,7 +27,10 @@ def add(parser: argparse.ArgumentParser) -> None:
         "--pages", type=positive, metavar="N", help="pages that move in every pool; overrides --payload"
     )
     parser.add_argument(
-        "--payload", type=nbytes, metavar="SIZE", help="bytes that move, 16MiB (256MiB on a GPU) if not given"
+        "--payload",
+        type=nbytes,
+        metavar="SIZE",
+        help="bytes that move, in whole pages; 16MiB (256MiB on a GPU) if not given",
     )
     parser.add_argument(
         "--layouts", type=one_of("layout", LAYOUTS), default=LAYOUTS, metavar="L,L", help=listed(LAYOUTS)

@@ -175,8 +175,16 @@ def test_a_file_is_reported_without_measuring(
     path = tmp_path / "results.json"
     path.write_text(json.dumps(content))
     assert program.main(["--report-only", "--out", str(path)]) == 0
-    assert as_text(report.table(content, "core")) in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert as_text(report.table(content, "core")) in told
+    assert told.endswith("Targets are those of a GPU: nothing of this is judged.\n"), "they were measured here"
     assert json.loads(path.read_text()) == content
+    of_a_gpu = content | {
+        "sessions": [s | {"settings": s["settings"] | {"platform": "cuda"}} for s in content["sessions"]]
+    }
+    path.write_text(json.dumps(of_a_gpu))
+    assert program.main(["--report-only", "--out", str(path)]) == 0
+    assert "Targets, and how many figures reach them:\n" in capsys.readouterr().out
 
 
 def test_portions_are_unambiguous_and_fit_into_the_arena() -> None:

@@ -37,7 +37,10 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(str(error))
     for name in dict.fromkeys(row["portion"] for row in content["rows"]):
         print(as_text(report.table(content, name)), end="\n\n")
-    print(*targets.verdicts(content, figures), sep="\n")
+    if all(session["settings"]["platform"] == "cuda" for session in content["sessions"]):
+        print("Targets, and how many figures reach them:", *targets.verdicts(content, figures), sep="\n")
+    else:
+        print("Targets are those of a GPU: nothing of this is judged.")
     return int(any(cell["status"] in ("wrong", "failed") for row in content["rows"] for cell in row["cells"]))
 
 
@@ -147,7 +150,7 @@ def _parser() -> arguments.Parser:
         type=arguments.nbytes,
         default=cases.PAYLOAD,
         metavar="SIZE",
-        help="bytes that move, 256MiB if not given",
+        help="bytes that move, in whole pages; 256MiB if not given",
     )
     parser.add_argument(
         "--seconds",
