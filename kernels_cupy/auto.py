@@ -223,9 +223,7 @@ def table_path(device: str) -> Path:
 
 
 def explain(transfer: Transfer) -> str:
-    """Candidates for a prepared transfer of all layers (or of side states, if there is no layer), what is predicted for
-    them, and the choice.
-    """
+    """Candidates for a prepared transfer of all layers (or of side states alone), their predicted times, the choice."""
     backend = transfer.backend
     if not isinstance(backend, Auto):
         raise ValueError(f"only backend 'auto' chooses, this transfer goes by {transfer.path!r}")

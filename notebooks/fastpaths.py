@@ -64,8 +64,8 @@ def show_sessions(bench: Content) -> None:
         limits = {(c["direction"], c["payload_bytes"]): f"{c['gb_per_s']:.1f}" for c in session["ceilings"]}
         origin = session["provenance"]
         commit = str(origin["commit"])[:7] + (" and changes" if origin["dirty"] else "")
-        launch = next((f"{s * 1e6:.0f}" for name, s in single_calls(session).items() if name == "launch"), "-")
-        figures = [*(limits.get(size, "-") for size in sizes), launch]
+        single = single_calls(session)
+        figures = [*(limits.get(size, "-") for size in sizes), f"{single['launch'] * 1e6:.0f}" if single else "-"]
         rows.append(["\n".join(sorted(set(mine))), len(mine), commit, *figures])
     heads = [*(f"{way},\n{book.size(nbytes)}" for way, nbytes in sizes), "a launch,\nµs"]
     book.table(["portions", "rows", "commit", *heads], rows)

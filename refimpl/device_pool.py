@@ -44,7 +44,7 @@ class DevicePool:
                 ]
                 for c in spec.components
             }
-        except (RuntimeError, TypeError) as failure:  # no room, and no number for it
+        except (RuntimeError, TypeError) as failure:  # torch has no room, or no number for it
             taken, first_line = f"{num_pages * spec.page_bytes:,} bytes", str(failure).partition("\n")[0]
             why = "a size past int64" if isinstance(failure, TypeError) else first_line
             raise MemoryError(

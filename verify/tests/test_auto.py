@@ -260,8 +260,7 @@ def test_a_calibration_rates_every_backend_by_size_in_both_directions(monkeypatc
             for who in ("device", "host"):
                 of_who = found["backends"][name][direction][who]
                 assert [piece for piece, _ in of_who["piece_s"]] == list(probe.sizes)
-                assert of_who["call_s"] >= 0
-                assert all(seconds >= 0 for _, seconds in of_who["piece_s"])
+            assert found["backends"][name][direction]["host"]["call_s"] > 0, "no call is for nothing"
 
 
 def test_pages_more_tell_what_each_piece_adds(monkeypatch: pytest.MonkeyPatch) -> None:
